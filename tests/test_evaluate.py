@@ -77,8 +77,7 @@ def test_the_mean_weighs_every_target_the_same_in_batches_of_any_size():
 
 def test_positions_start_again_with_every_document():
     documents = torch.tensor([[4, 4, 4, 9, 9, 4, 4], [1, 1, 1, 1, 1, 1, 1]])
-    assert positions(documents, "document").tolist() == [[0, 1, 2, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5, 6]]
-    assert positions(documents, "sequence").tolist() == [list(range(7))] * 2
+    assert positions(documents).tolist() == [[0, 1, 2, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5, 6]]
 
 
 def test_buckets_double():
@@ -96,9 +95,8 @@ def test_buckets_double():
         17,
     ]
     model, batch = build("gsm-writer=additive"), batch_of()
-    spans = [
-        (b["first"], b["last"], b["targets"]) for b in measure(model, each(batch), place="sequence")["by_position"]
-    ]
+    batch["documents"] = torch.zeros_like(batch["tokens"])
+    spans = [(b["first"], b["last"], b["targets"]) for b in measure(model, each(batch))["by_position"]]
     assert spans == [(0, 0, 3), (1, 1, 3), (2, 3, 6), (4, 7, 9), (8, 15, 24), (16, 31, 12)]
 
 
@@ -157,8 +155,8 @@ def test_nothing_to_measure_is_said():
         measure(model, each(batch))
     with pytest.raises(ValueError, match="there are no sequences"):
         measure(model, [])
-    with pytest.raises(ValueError, match="batch_size 0 must be at least 1, and place 'page' document or sequence"):
-        measure(model, [], batch_size=0, place="page")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="batch_size is 0, but has to be 1 or more"):
+        measure(model, [], batch_size=0)
 
 
 def test_it_finds_the_loss_that_the_run_found(
@@ -214,10 +212,10 @@ def test_context_split_and_text_may_be_others(runs: tuple[Path, list[dict[str, A
     assert (
         apart["outside"] == [2, 64] and apart["text"]["sequences"] > 1 and apart["text"]["loss"] != own["text"]["loss"]
     )
-    asked = {"path": str(tmp_path), "split": "train", "sequences": 3, "position": "sequence"}
+    asked = {"path": str(tmp_path), "split": "train", "sequences": 3}
     other = HeldOut(run, **asked, output=output).evaluate()[0]
     assert other["data"]["digest"] != own["data"]["digest"] == longer["data"]["digest"]
-    assert other["text"]["sequences"] == 3 and other["text"]["place"] == "sequence"
+    assert other["text"]["sequences"] == 3
     assert other["data"]["tokenizer"] == "bytes", "the checkpoint's own"
 
 
@@ -231,10 +229,9 @@ def test_a_checkpoint_alone_is_enough(runs: tuple[Path, list[dict[str, Any]]], t
     ("given", "said"),
     [
         (["split=test"], "split is 'test', but has to be validation or train"),
-        (["position=page"], "position is 'page', but has to be document or sequence"),
         (["context=1"], "context is 1, but has to be 2 or more"),
         (["sequences=-1"], "sequences is -1, but has to be 1 or more"),
-        (["outside=16"], "outside=16 is not allowed: give how many windows and their length, as 16,65536"),
+        (["outside=16"], "outside=16 is not allowed: use the number of windows and their length, as 16,65536"),
         (["outside=1,99999999"], "data: context 99999999 needs at least"),
         (["context=999999"], "data: context 999999 needs at least 1000000 tokens"),
         (["device=abacus"], "device is 'abacus', but PyTorch cannot use it"),

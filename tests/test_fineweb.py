@@ -11,7 +11,6 @@ import pytest
 from gsm.config.compose import compose
 from gsm.config.load import instantiate
 from gsm.data.fineweb import FineWeb, text_data
-from gsm.data.reading import needed
 
 arrow = pytest.importorskip("pyarrow", reason="the extra `data` is not installed")
 datasets = pytest.importorskip("datasets", reason="the extra `data` is not installed")
@@ -79,17 +78,6 @@ def test_pages_that_change_change_the_digest(folder: Path) -> None:
     assert FineWeb(folder).digest == before
     parquet.write_table(arrow.Table.from_pylist([page(99)]), folder / "000_00000.parquet")
     assert FineWeb(folder).digest != before
-
-
-def test_a_missing_column_is_named(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"000_00000.parquet has no column 'body' but .*text.*set data.text_field"):
-        list(FineWeb(folder, text_field="body").documents("train"))
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(ModuleNotFoundError, match="need the package datasets.*pip install"):
-        needed("datasets", "datasets", "FineWeb's parquet files")
 
 
 def test_the_hub_is_asked_once_and_its_addresses_kept(

@@ -46,7 +46,7 @@ from gsm.training.callbacks.summary import versions
 from gsm.training.module import next_tokens
 from gsm_kernels import explain
 
-SPLITS, PLACES = ("validation", "train"), ("document", "sequence")
+SPLITS = ("validation", "train")
 SCRATCH = 1 << 24  # logits at a time: 64 MB of float32
 SPREAD = "mean +- standard deviation between the runs of an arm"
 MEASURES = {"loss": 4, "perplexity": 2, "bits_per_byte": 4}  # and their digits in a table
@@ -69,7 +69,6 @@ class HeldOut(Measure):
         context: tokens of a sequence; 0: as in training. A longer one is allowed
         sequences: number of sequences, spread evenly over the split; 0: as in the run's validation
         batch_size: sequences at a time; 0: as in training
-        position: place of a token in its document, or in the whole sequence
         documents: isolated, isolated_all_targets or stream, as data.documents in training; left out: as in training
         outside: leave out the text of these windows of lengths=, their number and length: outside=16,65536
         overlap: also the share of the stages' selection that the encoder selects too, at four lengths around context
@@ -85,7 +84,6 @@ class HeldOut(Measure):
     context: int = 0
     sequences: int = 0
     batch_size: int = 0
-    position: str = "document"
     documents: str = ""
     outside: Sequence[int] = ()
     overlap: bool = False
@@ -93,9 +91,8 @@ class HeldOut(Measure):
     ablate: bool = False
 
     def __post_init__(self) -> None:
-        for name, known in (("split", SPLITS), ("position", PLACES)):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name} is '{getattr(self, name)}', but has to be {' or '.join(known)}")
+        if self.split not in SPLITS:
+            raise ConfigError(f"split is '{self.split}', but has to be {' or '.join(SPLITS)}")
         for name, least in (("context", 2), ("sequences", 1), ("batch_size", 1)):
             number = getattr(self, name)
             if number and number < least:
@@ -105,8 +102,10 @@ class HeldOut(Measure):
         if self.documents:
             read_documents([self.documents])
         if self.outside and (len(self.outside) != 2 or self.outside[0] < 1 or self.outside[1] < 2):
-            asked = ",".join(map(str, self.outside))
-            raise ConfigError(f"outside={asked} is not allowed: give how many windows and their length, as 16,65536")
+            numbers = ",".join(map(str, self.outside))
+            raise ConfigError(
+                f"outside={numbers} is not allowed: use the number of windows and their length, as 16,65536"
+            )
 
     def of(self, trained: Trained, file: Path) -> dict[str, Any]:
         """Return its losses, and print them at once."""
@@ -131,8 +130,7 @@ class HeldOut(Measure):
             rows = progress(sequences(), count, trained.note + note)
             bytes_of = getattr(data, "bytes_of_tokens", None) if data.tokenizer else None
             bytes_V = bytes_of(self.split) if bytes_of else data.token_bytes_V
-            options = {"batch_size": data.batch_size or 8, "token_bytes_V": bytes_V, "place": self.position}
-            return measure(model, rows, document_S=document_S, **options)
+            return measure(model, rows, batch_size=data.batch_size or 8, token_bytes_V=bytes_V, document_S=document_S)
 
         def of_length(length: int) -> Sequence[Mapping[str, Tensor]]:
             return data.of_length(length, most=self.sequences or overlaps.SEQUENCES, split=self.split)
@@ -162,7 +160,7 @@ class HeldOut(Measure):
             print(f"{len(results)} runs; {SPREAD}\n\n" + "\n\n".join(grid_text(one, SCREEN) for one in grids) + "\n")
             treated = dict.fromkeys(str(result.get("documents")) for result in results)
             if len(treated) > 1:
-                notes = [f"Compare with care: documents are {' in some and '.join(treated)} in others. Say documents="]
+                notes = [f"Compare with care: documents are {' in some and '.join(treated)} in others. Use documents="]
                 print(f"{notes[0]}\n")
         if self.output or grids:
             several = {"runs": results, "tables": grids, "notes": [f"{SPREAD[0].upper()}{SPREAD[1:]}", *notes]}
@@ -190,13 +188,12 @@ def measure(
     *,
     batch_size: int = 8,
     token_bytes_V: Any = None,
-    place: str = "document",
     document_S: Any = None,
 ) -> dict[str, Any]:
     """Measure a model on sequences; the model stays in its mode.
 
-    The position of a target is the number of tokens before the token that it is predicted from: tokens of the same
-    document in the same sequence (``document``), the most that a model can remember there, or of the whole sequence.
+    The position of a target is the number of tokens before the token that it is predicted from, of the same document in
+    the same sequence: the most that a model can remember there.
 
     The standard error of a mean s / n, both summed over sequences, is sqrt(S / (S - 1) sum (s_i - n_i s / n)^2) / n. It
     takes sequences as independent: where many come from one document, it is too small.
@@ -206,13 +203,12 @@ def measure(
         sequences: ``tokens``, ``targets`` (-100: none) and ``documents``, int64 [T] each, of equal length.
         batch_size: sequences at a time.
         token_bytes_V: bytes of text of each id, for bits per byte.
-        place: positions are counted in the ``document`` or in the ``sequence``.
         document_S: int64, the document that each sequence begins in.
 
     Returns:
         ``loss``: mean over all targets, nats per token; ``perplexity``: exp(loss); ``bits_per_byte`` of the text of the
         targets (None: without bytes); ``loss_error``, ``bits_per_byte_error``: standard errors over sequences, None
-        for a single one; ``targets``, ``sequences``: their numbers; ``place``; ``by_document``: the summed loss and
+        for a single one; ``targets``, ``sequences``: their numbers; ``by_document``: the summed loss and
         the bytes of each document, in order (None without documents or bytes); and ``by_position``: the buckets 0, 1,
         2 to 3, 4 to 7, ... that hold targets, each with ``first`` and ``last`` position, ``targets``, ``loss`` and
         ``error``.
@@ -220,11 +216,11 @@ def measure(
     Raises:
         ValueError: there are no sequences or no targets, or a value is out of range.
     """
-    if batch_size < 1 or place not in PLACES:
-        raise ValueError(f"batch_size {batch_size} must be at least 1, and place {place!r} document or sequence")
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}, but has to be 1 or more")
     bytes_V = None if token_bytes_V is None else torch.as_tensor(token_bytes_V, dtype=torch.float64)
     with model.evaluating():
-        sums = [_sums(model, batch, bytes_V, place) for batch in _batches(sequences, batch_size)]
+        sums = [_sums(model, batch, bytes_V) for batch in _batches(sequences, batch_size)]
     if not sums:
         raise ValueError("there are no sequences to evaluate on; give at least one")
     loss_SP, count_SP, bytes_S = (torch.cat(part) for part in zip(*sums, strict=True))
@@ -242,7 +238,7 @@ def measure(
     return {
         **{"loss": loss, "loss_error": loss_error, "perplexity": math.exp(min(loss, 700.0))},
         **{"bits_per_byte": bits, "bits_per_byte_error": bits_error},
-        **{"targets": int(count_SP.sum()), "sequences": len(count_SP), "place": place, "by_position": by_position},
+        **{"targets": int(count_SP.sum()), "sequences": len(count_SP), "by_position": by_position},
         "by_document": _by_document(document_S, loss_SP.sum(1), bytes_S) if has_bytes else None,
     }
 
@@ -285,11 +281,9 @@ def row_losses(out: Output, targets_BR: Tensor, vocabulary: int) -> Tensor:
     return torch.cat(losses).view_as(targets_BR)
 
 
-def positions(documents_BT: Tensor, place: str) -> Tensor:
-    """Return the position of every token in its sequence, or in the part of its document in it, int64 [B, T]."""
+def positions(documents_BT: Tensor) -> Tensor:
+    """Return the position of every token in the part of its document in its sequence, int64 [B, T]."""
     index_BT = torch.arange(documents_BT.shape[1], device=documents_BT.device).expand_as(documents_BT)
-    if place == "sequence":
-        return index_BT
     begins_BT = torch.ones_like(documents_BT, dtype=torch.bool)
     begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
     return index_BT - torch.where(begins_BT, index_BT, 0).cummax(dim=1).values
@@ -307,15 +301,13 @@ def _batches(sequences: Iterable[Mapping[str, Tensor]], size: int) -> Iterator[d
         yield {name: torch.stack([row[name] for row in rows]) for name in ("tokens", "targets", "documents")}
 
 
-def _sums(
-    model: LanguageModel, batch: dict[str, Tensor], bytes_V: Tensor | None, place: str
-) -> tuple[Tensor, Tensor, Tensor]:
+def _sums(model: LanguageModel, batch: dict[str, Tensor], bytes_V: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return for each sequence of a batch the summed loss and the number of targets by bucket, float64 [S, P], and its
     bytes [S]."""
     device = model.embedding.weight.device
     loss_BT = token_losses(model, {name: value.to(device) for name, value in batch.items()}).double().cpu()
     counted_BT = batch["targets"] != IGNORED
-    bucket_BT = buckets(positions(batch["documents"], place))
+    bucket_BT = buckets(positions(batch["documents"]))
     empty_SP = torch.zeros(len(loss_BT), 64, dtype=torch.float64)
     loss_SP = empty_SP.scatter_add(1, bucket_BT, loss_BT.where(counted_BT, 0))
     count_SP = empty_SP.scatter_add(1, bucket_BT, counted_BT.double())
@@ -402,7 +394,7 @@ def _sequences(
     if outside:
         if not isinstance(text, TextData):
             raise ConfigError(
-                "outside= is not allowed because these data are no text; leave it out, or say data= or path="
+                "outside= is not allowed because these data are no text. Leave it out, or use data= or path="
             )
         windows, length = outside
         with refusals("data"):
@@ -495,7 +487,7 @@ def one(result: Mapping[str, Any]) -> str:
         error, unit = text.get(f"{name}_error"), " nats per token" if name == "loss" else ""
         cell = _number(text[name], MEASURES[name]) + (f" +- {error:.4f}" if error is not None else "")
         lines.append(f"  {name.replace('_', ' '):<14}{cell}{unit}")
-    head = [f"place in the {text['place']}", "targets", "loss", "+-"]
+    head = ["place in the document", "targets", "loss", "+-"]
     table = grid_lines([head, *map(_bucket, text["by_position"])])
     highest = max((bucket["loss"] for bucket in text["by_position"]), default=0.0) or 1.0
     bars = ["#" * round((SCREEN - len(table[0]) - 2) * bucket["loss"] / highest) for bucket in text["by_position"]]
@@ -519,7 +511,7 @@ def tables(results: Sequence[Mapping[str, Any]]) -> list[Grid]:
         cells = [over_seeds(text[name] for text in texts).text(digits) for name, digits in MEASURES.items()]
         whole.append([arm, str(len(texts)), *cells])
     spans = {bucket["first"]: _span(bucket) for result in results for bucket in result["text"]["by_position"]}
-    grid = [[f"place in the {' or '.join(sorted({result['text']['place'] for result in results}))}", *arms]]
+    grid = [["place in the document", *arms]]
     for first, span in sorted(spans.items()):
         found = [[one for text in texts for one in text["by_position"]] for texts in arms.values()]
         losses = [[one["loss"] for one in each if one["first"] == first] for each in found]

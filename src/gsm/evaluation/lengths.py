@@ -34,7 +34,7 @@ from gsm.evaluation.results import Progress, Results, by_arm, silent
 from gsm.intervals import over_questions, over_windows
 from gsm.models.base import LanguageModel
 from gsm.models.checks import IGNORED
-from gsm.tables import Grid, grid_csv
+from gsm.tables import Grid
 from gsm.training.callbacks.summary import versions
 
 PAPERS_LONGEST = 65536
@@ -52,7 +52,7 @@ class Lengths(Measure):
     Every window of held-out text is cut from its beginning to each length, and its last tokens are scored: so only the
     context changes. All targets of the full windows are scored too. So is the split in sequences of the shortest
     length, with the number of tokens of the windows (or all of its tokens). Given again, the same command goes on where
-    it was interrupted. Beside lengths.json lie .md, .csv and .png.
+    it was interrupted. Beside lengths.json lie .md and .png.
 
     Args:
         lengths: tokens of context and targets: 256,512,4096; 256:4096 (in steps of 256) or 256:4096:768; or paper,
@@ -168,8 +168,7 @@ class Lengths(Measure):
         notes = [f"{self.windows} windows, the last {first['settings']['scored']:,} targets of each; {NOTE}"]
         several = {"arms": means, "runs": [run["checkpoint"] for run in results]}
         content = several if len(results) > 1 else None  # the file of a single run exists already
-        grids, further = self._grids(runs, means), {".csv": _csv(results)}
-        print(publish(place, grids, notes, content, lambda: _drawn(means, self.documents), further))
+        print(publish(place, self._grids(runs, means), notes, content, lambda: _drawn(means, self.documents)))
 
     def _grids(self, arms: Mapping[str, Sequence[Mapping[str, Any]]], means: Mapping[str, Any]) -> list[Grid]:
         """Return the tables: lengths by arms, with all targets of the full windows below; the difference of each arm's
@@ -214,7 +213,7 @@ class Lengths(Measure):
         data = open_data(trained.saved, self.data, self.path, split=split, context=longest, batch_size=1)
         if not isinstance(data, TextData):
             raise ConfigError(
-                f"{trained.file} was trained on questions, which have no length to vary: say data=stdlib or path="
+                f"{trained.file} was trained on questions, which have no length to vary: use data=stdlib or path="
             )
         windows = {}
         for documents in self.documents:
@@ -223,7 +222,7 @@ class Lengths(Measure):
             if len(found) < count:
                 raise ConfigError(
                     f"{trained.file}: windows is {count} and the longest of the lengths {longest}, but the {split} "
-                    f"split has {data.split(split).tokens:,} tokens, room for {len(found)}: say windows={len(found)}, "
+                    f"split has {data.split(split).tokens:,} tokens, room for {len(found)}: use windows={len(found)}, "
                     "or give more text"
                 )
         other = {"documents"} | ({"max_tokens"} if split == "validation" else set())
@@ -354,15 +353,3 @@ def _drawn(means: Mapping[str, Any], documents: Sequence[str]) -> bytes:
         plots.bands(axes, points, "tokens of context and targets", "perplexity of the same targets")
         axes.set_title(treated, fontsize=9)
     return plots.png(figure)
-
-
-def _csv(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return one line for each run, treatment of documents and length."""
-    columns = ("loss", "perplexity", "low", "high", "targets")
-    rows: list[list[Any]] = [["experiment", "arm", "seed", "documents", "length", *columns]]
-    for run in results:
-        for documents, by_length in run["by_length"].items():
-            for length, cell in [*by_length.items(), ("all", run["whole"][documents])]:
-                names = (run["experiment"], run["arm"], run["seed"], documents, length)
-                rows.append([*names, *(cell[name] for name in columns)])
-    return grid_csv(rows)

@@ -118,7 +118,6 @@ def publish(
     notes: Sequence[str],
     content: Mapping[str, Any] | None = None,
     drawn: Callable[[], bytes] | None = None,
-    further: Mapping[str, str] | None = None,
 ) -> str:
     """Write tables and sentences beside ``place`` as Markdown, and return them as text, with the names of the files.
 
@@ -127,12 +126,11 @@ def publish(
         grids, notes: the tables, and sentences about them.
         content: the content of the file but for ``tables`` and ``notes``; None: the file exists already.
         drawn: makes a picture (.png); where matplotlib is missing, its error becomes a note.
-        further: other files beside it, by ending.
 
     Raises:
         ConfigError: a file cannot be written.
     """
-    files: dict[str, bytes] = {ending: text.encode() for ending, text in (further or {}).items()}
+    files: dict[str, bytes] = {}
     try:
         files |= {".png": drawn()} if drawn else {}
     except ImportError as error:  # matplotlib is an extra; the numbers do not need it
