@@ -1,1 +1,1 @@
-"""Text for training and measuring: `module.TextData` is what a run uses; its parts also stand alone."""
+"""Text for training and measuring: a run uses `module.TextData`; its parts also stand alone."""

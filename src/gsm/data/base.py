@@ -1,4 +1,4 @@
-"""`DataModule`: what a training run asks of its data, each with a default. B batch, T positions.
+"""`DataModule`: the members of data that a training run uses, each with a default. B batch, T positions.
 
 Any `LightningDataModule` trains whose `train_dataloader` and `val_dataloader` give batches, dicts of int64 [B,T]:
 
@@ -6,8 +6,8 @@ Any `LightningDataModule` trains whose `train_dataloader` and `val_dataloader` g
     targets     optional; -100 is ignored. Without: the next token of the same document
     documents   optional; which document a token belongs to, ascending along a row. Without: a sequence is one document
 
-A yaml that names it is all it takes: `python train.py --config-dir=mine data=mine`. The members below are extras: a
-class of one's own has those that it defines, whether or not it derives from `DataModule`.
+A yaml that names it is enough: `python train.py --config-dir=mine data=mine`. The members below are extras: a class of
+one's own has the ones that it defines, with `DataModule` as a base or without.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gsm.models.checks import IGNORED
 if TYPE_CHECKING:
     from gsm.data.tokenizer import Tokenizer
 
-HELD_OUT_FOR = ("validation", "tuning")  # what a run may validate on: what is reported, or a part of the training data
+HELD_OUT_FOR = ("validation", "tuning")  # the reported text, or a part of the training data
 
 
 def check_numbers(batch_size: int, validation_sequences: int | None, seed: int) -> None:
@@ -41,8 +41,8 @@ class DataModule(lightning.LightningDataModule):
     """A data module with all extras at their defaults, and with its position in a run.
 
     **Exact resume**: a run that was interrupted asks for `train_dataloader()` again, which has to go on behind
-    `batches_done` batches of this rank. A data module that does not ask begins its data anew, and the run is another
-    one from there on; so does one that draws random numbers of its own, unless it keeps them in Lightning's
+    `batches_done` batches of this rank. A data module that does not ask begins its data again, and the run is another
+    one from there on. One that draws random numbers of its own does so too, unless it keeps them in Lightning's
     `state_dict` and `load_state_dict`. The loader has to be sized or endless, and a pass has to be a whole number of
     optimiser steps: `accumulated` batches each.
 
@@ -51,7 +51,7 @@ class DataModule(lightning.LightningDataModule):
         token_bytes_V: bytes of text that each id stands for; validation then logs bits per byte.
         measures_accuracy: whether validation counts how often the likeliest token is the target.
         resumes: whether `train_dataloader` goes on where training stands; if not, a run that is resumed says so.
-        held_out: what validation takes: `validation`, which is what tables report, or `tuning`, to choose a value by.
+        held_out: the text of validation: `validation`, which tables report, or `tuning`, to choose a value by.
         context, batch_size: T and B on each device, 0 where they are not always the same; for the header of a run, and
             to refuse to resume it with steps of another size.
     """
@@ -69,20 +69,22 @@ class DataModule(lightning.LightningDataModule):
         return f"{type(self).__name__}: batches of {self.batch_size} sequences of {self.context} tokens"
 
     def fingerprint(self) -> Mapping[str, str | int]:
-        """What makes the ids that training sees, but for seed and batches: a run resumes only with data that have the
-        same. Empty: nothing is compared."""
+        """Return the facts that determine the training ids, without seed and batches. A run resumes only with
+        equal facts. Empty: nothing is compared."""
         return {}
 
     def headline(self) -> dict[str, str]:
-        """What the header of a run says of its data."""
+        """Return the lines about the data in the header of a run."""
         return {"data": type(self).__name__}
 
     def description(self) -> dict[str, Any]:
-        """What a run's summary says of its data."""
+        """Return the facts about the data in a run's summary."""
         return dict(self.fingerprint())
 
     def validation(self) -> Iterator[dict[str, Tensor]]:
-        """The sequences of validation one by one, int64 [T] each: pictures and measurements take the first ones."""
+        """Yield the sequences of validation one by one, int64 [T] each.
+
+        Pictures and measurements take the first ones."""
         with torch.random.fork_rng(devices=[]):  # a DataLoader draws a seed, which training must not notice
             batches = iter(self.val_dataloader())
         for batch in batches:
@@ -90,11 +92,11 @@ class DataModule(lightning.LightningDataModule):
                 yield {name: value_BT[row] for name, value_BT in batch.items()}
 
     def of_length(self, length: int, most: int, split: str = "validation") -> Sequence[Mapping[str, Tensor]]:
-        """At most `most` sequences of another length, to measure overlap by length. Raises ValueError for none."""
+        """Return at most `most` sequences of another length, to measure overlap by length. Raise ValueError if none."""
         raise ValueError(f"{type(self).__name__} has no sequences of {length} tokens: it does not define of_length")
 
     def consumed(self, sequences: int) -> Iterator[Mapping[str, Tensor]] | None:
-        """The first `sequences` that a run trains on, all ranks together, to count n-grams in; None: no n-grams."""
+        """Yield the first `sequences` that a run trains on, all ranks together, to count n-grams; None: no n-grams."""
         return None
 
     @cached_property
@@ -111,7 +113,7 @@ class DataModule(lightning.LightningDataModule):
 
     @property
     def marks(self) -> dict[str, str]:
-        """What tells a run on a tuning split from others, in its summary and its fingerprint."""
+        """The mark of a run on a tuning split, in its summary and its fingerprint."""
         return {} if self.held_out == "validation" else {"held_out": self.held_out}
 
     @property
@@ -136,7 +138,7 @@ class DataModule(lightning.LightningDataModule):
 
     @property
     def world(self) -> int:
-        """Among how many processes the data are divided."""
+        """The number of processes that share the data."""
         return self._shares["num_replicas"]
 
     @property
@@ -151,14 +153,14 @@ class DataModule(lightning.LightningDataModule):
 
 
 def check_held_out(name: str) -> str:
-    """The same name. Raises ValueError for one that is not in `HELD_OUT_FOR`."""
+    """Return the same name. Raise ValueError for one that is not in `HELD_OUT_FOR`."""
     if name not in HELD_OUT_FOR:
         raise ValueError(f"data.held_out is '{name}', but has to be {' or '.join(HELD_OUT_FOR)}")
     return name
 
 
 def with_defaults(data: Any) -> DataModule:
-    """The same object, with `DataModule`'s defaults for what it does not define. Raises ValueError if it is no
+    """Return the same object, with `DataModule`'s defaults for the members that it lacks. Raise ValueError if it is no
     `LightningDataModule`."""
     if not isinstance(data, lightning.LightningDataModule):
         raise ValueError(
@@ -166,7 +168,7 @@ def with_defaults(data: Any) -> DataModule:
             "val_dataloader (see gsm.data.base)"
         )
     if not isinstance(data, DataModule):
-        bases: tuple[Any, ...] = (type(data), DataModule)  # what it defines itself comes first
+        bases: tuple[Any, ...] = (type(data), DataModule)  # its own members come first
         resumes = type(data).state_dict is not lightning.LightningDataModule.state_dict
         data.__class__ = type(type(data).__name__, bases, {"resumes": getattr(data, "resumes", resumes)})
     return data  # pyright: ignore[reportReturnType] # which it is now

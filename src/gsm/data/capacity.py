@@ -1,12 +1,12 @@
-"""How much can be asked of a memory: one task whose sequences are loaded in three ways, each alone.
+"""The capacity of a memory: one task whose sequences are loaded in three ways, each alone.
 
-    find 3    K1 V4 . K7 V2 . K5 V9 . | gap | K7 V2 K1 V4 K5 V9     so many needles, of which each is one answer
-    wait 4    K1 V4 . K7 V2 . . . . . | gap | K7 . . . ? V2         the answer is due so many tokens behind its question
-    count 3   K1 V4 . K1 V2 . K1 V4 . | gap | K1 V4                 a key is told so often: the value told most often
+    find 3    K1 V4 . K7 V2 . K5 V9 . | gap | K7 V2 K1 V4 K5 V9     a number of needles, each of them one answer
+    wait 4    K1 V4 . K7 V2 . . . . . | gap | K7 . . . ? V2         the answer is due some tokens behind its question
+    count 3   K1 V4 . K1 V2 . K1 V4 . | gap | K1 V4                 a key comes several times: its most frequent value
 
-To find asks for an index that tells many keys apart. To wait asks for a memory of what was found, or for finding it
-once more where the question has gone. To count asks for many needles in one answer: of a third of them, or fewer, the
-value told most often is not certain. Ids: keys, values, filler, and the mark (?) at which an answer is due that waits.
+To find asks for an index that distinguishes many keys. To wait asks for a memory of the answer, or for a second search
+where the question has gone. To count asks for many needles in one answer: a third of them, or fewer, leave the most
+frequent value uncertain. Ids: keys, values, filler, and the mark (?) at which an answer is due that waits.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from gsm.data.recall import Drawn, growing
 from gsm.models.checks import IGNORED
 
 KINDS = ("find", "wait", "count")
-SHARE = 3  # of how often a key is told to count, two parts have the same value
+SHARE = 3  # parts of the needles of a counted key: two have the same value
 
 
 class Load(NamedTuple):
-    """How a sequence is loaded: a kind, and how much of it."""
+    """The load of a sequence: a kind, and its amount."""
 
     kind: str
     amount: int
 
 
 class Story(NamedTuple):
-    """What a sequence tells and asks: keys and values in random order, and how far behind a question its answer is."""
+    """The needles and questions of a sequence: keys and values in random order, and the wait for an answer."""
 
     told: list[tuple[int, int]]
     asked: list[tuple[int, int]]
@@ -45,12 +45,12 @@ class Capacity:
 
     Attributes:
         loads: by kind, the amounts that are drawn from, each as often as the others.
-        keys, values, fillers: how many ids of each.
+        keys, values, fillers: number of ids of each.
         asked: questions of a sequence at most.
-        needles: told where the load is to wait.
-        counted: needles that are told where the load is to count, as many keys as that gives; None: the largest load.
-        gap: at least so many tokens lie between what is told and what is asked, in a sequence that is to grow half of
-            it, if that is less, or what its needles and one question leave.
+        needles: number of needles where the load is to wait.
+        counted: number of needles where the load is to count, which decides the number of keys; None: the largest load.
+        gap: least number of tokens between needles and questions; in a sequence that is to grow half of it, if that is
+            less, or the room that its needles and one question leave.
 
     Raises:
         ValueError: an unknown kind, or a number out of range.
@@ -118,7 +118,7 @@ class Capacity:
 
     def only(self, load: Load) -> Capacity:
         """The same task, always loaded in this way."""
-        return replace(self, loads={load.kind: [load.amount]})  # which tells as many needles as the others do
+        return replace(self, loads={load.kind: [load.amount]})  # with the same number of needles
 
     def apart(self) -> dict[str, dict[str, Capacity]]:
         """By kind and amount (as a string, since results go into JSON), the task that is always loaded so."""
@@ -148,7 +148,7 @@ class Capacity:
             told = [(int(key), self._value(random)) for key in key_P[: amount if kind == "find" else self.needles]]
             return Story(told, told, amount if kind == "wait" else 0)
         told, asked = [], []
-        room = min(self.counted or amount, length // 2 - 1)  # in a sequence that is to grow, what fits into it
+        room = min(self.counted or amount, length // 2 - 1)  # in a sequence that is to grow, the room in it
         for key in key_P[: max(1, min(self.asked, room // amount))].tolist():
             often, other = (self.keys + random.permutation(self.values)[:2]).tolist()
             told += [(key, other if i % SHARE == 0 else often) for i in range(amount)]
@@ -159,7 +159,7 @@ class Capacity:
         return self.keys + int(random.integers(self.values))
 
     def _written(self, random: np.random.Generator, length: int, gap: int, story: Story) -> Drawn:
-        """The needles at random places, the gap, and as many questions as there is room for, in random order."""
+        """Write the needles at random places, the gap, and questions in random order, as far as there is room."""
         told, each = 2 * len(story.told), 2 + story.wait
         count = min(len(story.asked), self.asked, max(1, (length - told - gap) // each))
         asked = [story.asked[i] for i in random.permutation(len(story.asked))[:count]]

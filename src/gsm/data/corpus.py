@@ -33,7 +33,7 @@ FEW = 100  # files: below this number their sizes count as well as their hashes
 LEAST = 0.002  # share of bytes: a warning names a held-out part that is smaller
 LOOKED_AT = 1000  # documents that are read for the lowest hash
 
-# Tests, large generated or bundled trees, and what differs between two machines with the same Python.
+# Tests, large generated or bundled trees, and files that differ between two machines with the same Python.
 NOT_CORE = (
     *("test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "site-packages", "dist-packages"),
     *("__pycache__", "config-*", "_sysconfigdata_*", "sitecustomize.py", "usercustomize.py"),

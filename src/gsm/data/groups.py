@@ -20,9 +20,9 @@ class Group:
 
     Attributes:
         name: Z7, S5, ...
-        product_EE: int64, at [a, b] what comes of a when b follows.
-        few: a small set of elements from which all others come, and the identity, so that the length of a word tells
-            nothing: one step of an addition; swaps of neighbours in a permutation.
+        product_EE: int64, at [a, b] the element that a followed by b makes.
+        few: a small set of elements from which all others come, and the identity, so that the length of a word gives
+            nothing away: one step of an addition; swaps of neighbours in a permutation.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Group:
         return len(self.product_EE)
 
     def states(self, word_N: np.ndarray) -> np.ndarray:
-        """Where a word leads from the identity, element by element: int64 [N]."""
+        """Return the states of a word from the identity on, element by element: int64 [N]."""
         state, found_N = 0, np.empty(len(word_N), np.int64)
         for place, element in enumerate(word_N):
             state = found_N[place] = self.product_EE[state, element]
@@ -42,7 +42,7 @@ class Group:
 
 @cache
 def group(name: str) -> Group:
-    """A group by its name: ``Z<m>``, addition modulo m, of which Z2 is also called ``parity``; ``S<n>``, the
+    """Return a group by its name: ``Z<m>``, addition modulo m, of which Z2 is also called ``parity``; ``S<n>``, the
     permutations of n things, solvable up to S4.
 
     Raises ValueError for another name, or a group that is trivial or too large for a table.

@@ -1,4 +1,4 @@
-"""What RULER's samples are made of: text to hide needles in, its sentences, and words for keys.
+"""The parts of RULER's samples: text to hide needles in, its sentences, and words for keys.
 
 The benchmark takes essays that are under copyright and word lists of a package. Both may be given. The defaults are on
 every machine, and results repeat their names: numbers measured with them compare with one another, not with published
@@ -19,7 +19,7 @@ from typing import Any
 from gsm.data.reading import SUFFIXES, is_text, needed, read_pieces
 from gsm.files import read_text
 
-# A sentence ends with one of .!? and perhaps a closing mark, before a blank and what can begin another one.
+# A sentence ends with one of .!? and perhaps a closing mark, before a blank and the begin of another one.
 BORDER = re.compile(r"""(?:(?<=[.!?])|(?<=[.!?]["')\]]))\s(?=["'(\[]?[A-Z0-9])""")
 LISTS = {"adjectives": "adjectivelist.txt", "nouns": "nounlist.txt"}  # as the package wonderwords calls them
 

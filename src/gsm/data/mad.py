@@ -3,9 +3,9 @@
     InContextRecall          K3 V7 K1 V2 K3 V7 K5 V5 K1 V2         a pair comes again and again: its value, by its key
     InContextRecall, noisy   K3 V7 . . K1 V2 . . K3 V7             the same among filler
     FuzzyRecall              K3 K1 V7 K2 V2 V4 V1 K3 K1 V7         keys and values are one to three tokens
-    SelectiveCopy            . X4 . . X1 . X9 > . . .              what stood among blanks, in its order, when asked to
+    SelectiveCopy            . X4 . . X1 . X9 > . . .              the symbols among blanks, in order, behind a mark
     Compression              X4 X1 X9 X2 > > > >                   all of it
-    Memorization             K3 ? K1 ? K3 ? K5 ?                   a map that is the same in all sequences, nowhere told
+    Memorization             K3 ? K1 ? K3 ? K5 ?                   a map, the same in all sequences, never written
 
 Targets stand where the benchmark scores; it trains on all tokens of its recall tasks and tests keys of three tokens
 only. In its compression another network reads the one token behind the text; here the model itself answers, one token
@@ -175,7 +175,7 @@ class SelectiveCopy(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Compression(Checked):
-    """A text of random symbols, then as many marks, at each of which the next symbol of the text is asked for.
+    """A text of random symbols, then a mark for each of them, at which the next symbol of the text is asked for.
 
     Attributes:
         symbols: how many ids the text is drawn from.
@@ -209,7 +209,7 @@ class Memorization(Checked):
     """Keys, each followed by a mark at which its value is asked for; no sequence tells a value.
 
     Attributes:
-        keys: how many ids, and as many values: each key has one of its own.
+        keys: number of ids, and of values: each key has one of its own.
         seed: of the map.
     """
 

@@ -2,9 +2,9 @@
 
     ids        a0 a1 a2 END b0 b1 b2 b3 b4 END c0 ...          one row of all documents
     sequence 0 a0 a1 a2 END | b0 b1 b2 b3 | b4 END c0 ...      T = 4; the next sequence's first id is the last target
-    targets    a1 a2 END -100 b1 b2 b3 b4 | END -100 ...       the end of text is predicted, what follows it is not
+    targets    a1 a2 END -100 b1 b2 b3 b4 | END -100 ...       the end of text is predicted, the id behind it is not
 
-Ids that fill no whole sequence at the end of a split are left over. What a sequence makes of its documents is a choice:
+Ids that fill no whole sequence at the end of a split are left over. The treatment of documents is a choice:
 
     isolated                attention and positions stay inside documents; the first id of a document is no target
     isolated_all_targets    the same, and every id is a target: the first of a document is predicted from the end of the
@@ -55,7 +55,7 @@ class Sequences:
         return (len(self.ids) - 1) // self.context
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One sequence: `tokens`, `targets` and `documents`, int64 [T] each.
+        """Return one sequence: `tokens`, `targets` and `documents`, int64 [T] each.
 
         Raises:
             IndexError: there is no such sequence.
@@ -65,7 +65,7 @@ class Sequences:
         return {name: value_BT[0] for name, value_BT in self.batch([index]).items()}
 
     def batch(self, indices: np.ndarray | list[int]) -> dict[str, Tensor]:
-        """The sequences of these indices, int64 [B,T] each.
+        """Return the sequences of these indices, int64 [B,T] each.
 
         `targets` is -100 where nothing is to be predicted: after an end of text where documents are `isolated`, and
         throughout at index -1 (`BLANK`). `documents` counts documents upwards along a row, from a number that no other
@@ -92,7 +92,7 @@ class Sequences:
         return np.searchsorted(ends, np.asarray(indices) * self.context)
 
     def each(self, indices: np.ndarray, at_once: int = 256) -> Iterator[dict[str, Tensor]]:
-        """The sequences of these indices one by one, as `__getitem__` gives them but cut in larger pieces."""
+        """Yield the sequences of these indices one by one, as `__getitem__` returns them, cut in larger pieces."""
         for first in range(0, len(indices), at_once):
             batch = self.batch(indices[first : first + at_once])
             for rows in zip(*batch.values(), strict=True):
@@ -107,7 +107,7 @@ class Sequences:
 
 
 class TrainingOrder:
-    """Which sequence is the g-th that training takes: a new permutation for every pass over the data.
+    """The order of training: the number of the g-th sequence, with a new permutation for every pass over the data.
 
     A pure function of (seed, g): neither batch size, ranks, workers nor interruptions enter, so that runs which differ
     in these see the same text in the same order.
@@ -117,7 +117,7 @@ class TrainingOrder:
         self.count, self.seed = count, seed
 
     def indices(self, start: int, stop: int) -> np.ndarray:
-        """int64 [stop - start]: the sequences at places start <= g < stop."""
+        """Return the sequences at places start <= g < stop, int64 [stop - start]."""
         places = np.arange(start, stop)
         passes, inside = places // self.count, places % self.count
         chosen = np.empty(len(places), dtype=np.int64)
@@ -130,7 +130,7 @@ class TrainingOrder:
 def training_batches(
     order: TrainingOrder, *, start: int, batches: int, batch_size: int, rank: int = 0, world: int = 1
 ) -> Iterator[np.ndarray]:
-    """Indices [B] of each batch of one rank, after `start` sequences that all ranks together have taken."""
+    """Yield the indices [B] of each batch of one rank, after `start` sequences that all ranks together have taken."""
     for step in range(batches):
         first = start + (step * world + rank) * batch_size
         yield order.indices(first, first + batch_size)
@@ -139,7 +139,7 @@ def training_batches(
 def validation_batches(
     count: int, *, limit: int | None, batch_size: int, rank: int = 0, world: int = 1
 ) -> list[np.ndarray]:
-    """Indices [up to B] of each validation batch of one rank.
+    """Return the indices [up to B] of each validation batch of one rank.
 
     Together the ranks take each of `validation_indices(count, limit)` once; `BLANK` evens out their numbers.
     """
@@ -149,14 +149,14 @@ def validation_batches(
 
 
 def validation_indices(count: int, limit: int | None) -> np.ndarray:
-    """All of `count` sequences in order, or `limit` of them spread evenly, so that few still touch many documents."""
+    """Return all of `count` sequences in order, or `limit` of them spread evenly: few still touch many documents."""
     taken = count if limit is None else min(limit, count)
     return np.arange(taken, dtype=np.int64) * count // taken
 
 
 def indices_outside(sequences: Sequences, windows: Sequences, count: int) -> np.ndarray:
-    """The sequences that share no id, targets included, with ``count`` windows of the same split spread evenly: int64,
-    ascending."""
+    """Return the sequences that share no id, targets included, with ``count`` windows of the same split spread evenly:
+    int64, ascending."""
     first = np.arange(len(sequences), dtype=np.int64) * sequences.context
     begin = validation_indices(len(windows), count) * windows.context
     begun = np.searchsorted(begin, first + sequences.context, side="right")  # windows up to a sequence's last target

@@ -1,17 +1,17 @@
 """Tasks that nothing but memory solves, made on the fly: needles in filler, and multi-query associative recall.
 
-They tell pairs of a key and a value, and later ask for the value by the key. Ids: keys first, then values, then filler.
+A sequence has pairs of a key and a value, and later asks for the value by the key. Ids: keys, then values, then filler.
 The target is the value, at the position of the key that asks (or `wait` tokens later); nothing else is trained on.
 
     Needle                   . . K3 V7 . . K1 V2 . | . . . . . . . . . . | K1 V2 K3 V7
                              needles in filler     | gap, filler only    | questions and answers
     Needle, wait = 3         the same, and at the end                      K1 . . . V2 K3 . . . V7
     Paraphrase               . . K3 V7 . . K1 V2 . | . . . . . . . . . . | K6 V2 K8 V7
-                             the same, but K6 is another name for K1, and K8 for K3: in all sequences, and nowhere told
+                             the same, but K6 is another name for K1, and K8 for K3: in all sequences, never written
     MultiQueryRecall         K3 V7 K1 V2 K5 V5 | . . K1 V2 . . . . K5 V5 . . . . . . K3 V7
                              all pairs         | questions and answers at distances that follow a power law
 
-While the lengths of a run still grow, a gap is what a sequence has room for, at most half of it.
+While the lengths of a run still grow, a gap is the room that a sequence has, at most half of it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Drawn(NamedTuple):
 
 
 class Task(Protocol):
-    """What ``gsm.data.synthetic`` needs of a task."""
+    """The members of a task that ``gsm.data.synthetic`` uses."""
 
     @property
     def vocabulary(self) -> int:
@@ -61,7 +61,7 @@ class Alphabet:
 
     Attributes:
         keys, values, fillers: how many ids of each kind.
-        pairs: pairs told, and asked for, in one sequence; their keys differ.
+        pairs: number of pairs in one sequence, and of questions; their keys differ.
 
     Raises:
         ValueError: a number below 1, or more pairs than keys.
@@ -86,11 +86,11 @@ class Alphabet:
 
     @property
     def least(self) -> int:
-        """Tokens of all pairs, and of as many questions with their answers."""
+        """Tokens of all pairs, and of a question and an answer for each."""
         return 4 * self.pairs
 
     def meaning(self, token: np.ndarray) -> np.ndarray:
-        """What ids stand for, int64 of any shape: keys that mean the same have the same. Here, themselves."""
+        """Return the meanings of ids, int64 of any shape: equal for keys of one meaning. Here, the ids themselves."""
         return token
 
     def _pairs(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -123,10 +123,10 @@ class Needle(Alphabet):
     """Needles at random places, at any parity, then filler, then all the questions.
 
     Attributes:
-        gap: more than so many positions lie between any needle and any question. In a sequence that is to grow, half of
-            it, if that is less, or what is left when the needles stand one behind the other.
-        wait: tokens of filler between the key of a question and its answer, which is due at the last of them. What a
-            row has found at the key then has to be handed on: beyond the windows of the encoder, by the state.
+        gap: more positions than this lie between any needle and any question. In a sequence that is to grow, half of
+            it, if that is less, or the room that is left when the needles stand one behind the other.
+        wait: tokens of filler between the key of a question and its answer, which is due at the last of them. The value
+            that a row has found at the key then has to be handed on: beyond the windows of the encoder, by the state.
     """
 
     gap: int
@@ -140,7 +140,7 @@ class Needle(Alphabet):
 
     @property
     def least(self) -> int:
-        """Tokens of all needles, and of as many questions with what is waited and their answers."""
+        """Tokens of all needles, and of a question, its wait and its answer for each."""
         return (4 + self.wait) * self.pairs
 
     def check(self, length: int) -> None:
@@ -155,7 +155,7 @@ class Needle(Alphabet):
     def draw(self, random: np.random.Generator, length: int, whole: int | None = None) -> Drawn:
         """One sequence. Raises ValueError where not even the needles and questions fit."""
         gap, each = growing(self.gap, length, whole), 2 + self.wait
-        room = max(length - each * self.pairs - gap, 2 * self.pairs)  # what needles may stand in
+        room = max(length - each * self.pairs - gap, 2 * self.pairs)  # for the needles
         if length < self.least:
             raise ValueError(f"a sequence of {length} cannot hold {self.pairs} needles and as many questions")
         token_T = self._filler(random, length)
@@ -168,27 +168,27 @@ class Needle(Alphabet):
         return self._ask(random, token_T, question_P, asked_P, value_P, self.wait)
 
     def _named(self, random: np.random.Generator, key_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The ids that keys are told by, and asked for by, int64 [pairs] each: both are the key."""
+        """Return the ids of keys in needles, and in questions, int64 [pairs] each: both are the key."""
         return key_P, key_P
 
 
 @dataclass(frozen=True, kw_only=True)
 class Paraphrase(Needle):
-    """Needles that are told by one name of a key and asked for by another (Modarressi et al., 2025, NoLiMa).
+    """Needles that have one name of a key, with questions by another (Modarressi et al., 2025, NoLiMa).
 
     Nothing in a sequence says which needle a question is about: weights have to hold which names mean the same.
 
     With three names or more, the first and the second of a key never are the names of one needle and its question in
-    training. So that they cannot be told by what else they never stand beside, no sequence of training has first and
-    second names at once, of whatever keys. Who answers these questions has learned what names mean: that the first
-    means the same as the third, and the third as the second.
+    training. Their company must not give them away: no sequence of training has first and second names at once, of any
+    keys. A model that answers these questions has learned the meanings: the first name means the same as the third, and
+    the third the same as the second.
 
     Attributes:
         keys: the names of all keys together.
-        names: how many of them mean the same key.
-        literal: the share of sequences whose questions use the name that was told. Their needles may have several names
+        names: number of them that mean the same key.
+        literal: the share of sequences whose questions use the name of the needle. Their needles may have several names
             of one key, with values of their own, so that nothing in them says which names mean the same.
-        left_out: tell by first names and ask by second ones, or the other way round.
+        left_out: needles by first names and questions by second ones, or the other way round.
         table: the seed of which names mean the same.
     """
 
@@ -249,8 +249,8 @@ class MultiQueryRecall(Alphabet):
 
     Attributes:
         power: exponent of the law, p(distance) ~ distance ** (power - 1); 1 is uniform.
-        gap: at least so many positions of filler lie between the last pair and the first question. In a sequence that
-            is to grow, half of it, if that is less, or what the questions leave.
+        gap: least number of positions of filler between the last pair and the first question. In a sequence that is to
+            grow, half of it, if that is less, or the room that the questions leave.
         shifted: pairs and questions stand at even places; with this, in half of the sequences that have the room, at
             odd ones. Else a pair is always one group of a bank that compresses two tokens, and its key is tied to its
             value for nothing.

@@ -48,7 +48,7 @@ class Questions:
     Args:
         task: one of `TASKS`.
         tokenizer: counts the tokens.
-        ingredients: what samples are made of.
+        ingredients: the parts of samples.
         part: "evaluation" or "training".
 
     Attributes:

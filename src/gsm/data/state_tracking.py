@@ -1,11 +1,11 @@
-"""State tracking: a word of group elements is read, and the target is what they come to (Liu et al., 2023; Merrill et
+"""State tracking: a word of group elements is read, and the target is their product (Liu et al., 2023; Merrill et
 al., 2024).
 
     direct, ask every     g1 g2 g3 g4               targets s1 s2 s3 s4, and no state is ever seen
     direct, ask end       g1 g2 g3 g4               target s4 alone
     steps                 g1 s1 g2 s2 g3 s3 g4 s4   the same targets, each written down before the next letter
 
-Here s1 = g1 and s(t+1) = s(t) g(t+1). Every group has ids of its own, its letters (what words are spelt with) first,
+Here s1 = g1 and s(t+1) = s(t) g(t+1). Every group has ids of its own, its letters (which spell words) first,
 then its states, so that one model can learn several. Attention of a fixed depth cannot follow S5 through words of any
 length in one pass (Merrill et al., 2024, if TC0 is not NC1, as is commonly believed), though it has short cuts for
 addition and S3. A recurrence can that turns its state as the letters ask (Siems et al., 2025); and with steps, each
@@ -46,8 +46,8 @@ class StateTracking:
         answers: "direct", the model sees letters alone; or "steps", also the state behind each letter but the last,
             which training gives it, and which it has to write itself where it is tested.
         ask: "every", each state is a target; or "end", the last one alone, for direct answers.
-        tested: letters of the words that a trained model is tested with; None: half of those it was trained with, as
-            many, twice and four times as many.
+        tested: letters of the words that a trained model is tested with; None: half of the number in training, the
+            same, twice and four times that number.
 
     Raises:
         ValueError: an unknown name, a group that comes twice, steps of which only the end is asked, a length below 1.
@@ -89,7 +89,7 @@ class StateTracking:
         return {one.name: 1 / len(one) for one in self._groups}
 
     def word_length(self, length: int) -> int:
-        """Letters in a sequence of so many positions."""
+        """Return the letters in a sequence of this number of positions."""
         return length // self.least
 
     def test_lengths(self, length: int) -> list[int]:

@@ -23,14 +23,14 @@ from gsm.models.checks import IGNORED
 
 # Stand for the seed in validation: the same sequences for every seed of a run, and never trained on.
 HELD_OUT = 2**32 - 1
-UNSEEN = {"validation": HELD_OUT, "tuning": HELD_OUT - 1}  # by what they are held out for
+UNSEEN = {"validation": HELD_OUT, "tuning": HELD_OUT - 1}  # by their use
 
 
 class Generated:
     """A sequence for every number.
 
     Args:
-        task: what they are.
+        task: draws them.
         seed: of all of them.
         length: of the sequence with a given number.
         whole: the length that they grow to; None: each is the task in full.
@@ -57,11 +57,11 @@ class Generated:
 
 
 class MadeData(DataModule, ABC):
-    """Sequences that are made by number, in order, and not stored; what differs is how one is made, and its length.
+    """Sequences that are made by number, in order, and not stored. A subclass makes one, and chooses its length.
 
     Attributes:
         validation_set: the sequences of validation, by number.
-        validation_sequences: how many validation takes.
+        validation_sequences: number of sequences of validation.
     """
 
     measures_accuracy = True
@@ -103,7 +103,7 @@ class MadeData(DataModule, ABC):
 class SyntheticData(MadeData):
     """Batches of a task, dicts of int64 [B,T] like those of `TextData`; validation also measures accuracy.
 
-    Short sequences first: what is learned at a short length is learned in fewer and cheaper steps, and then stretched.
+    Short sequences first: a task is learned at a short length in fewer and cheaper steps, and then stretched.
 
     Args:
         task: see `gsm.data.recall`, `gsm.data.mad` and `gsm.data.state_tracking`.
@@ -112,7 +112,7 @@ class SyntheticData(MadeData):
         batch_size: B on each device.
         seed: of the training sequences.
         validation_sequences: how many sequences validation takes.
-        held_out: "validation", or "tuning" for other sequences than those that are reported.
+        held_out: "validation", or "tuning" for other sequences than the reported ones.
         shortest: T at the beginning; None: `context` throughout.
         grow_from, grow_until: between these fractions of all steps T grows, by the same factor in the same time, in
             multiples of 8.
@@ -181,12 +181,12 @@ class SyntheticData(MadeData):
         return sum(int((one["targets"] != IGNORED).sum()) for one in self.validation())
 
     def headline(self) -> dict[str, str]:
-        """What the header of a run says of its data."""
+        """Return the lines about the data in the header of a run."""
         grown = f", from {self.shortest} tokens to {self.context}" if self.shortest else ""
         return {"data": f"{type(self.task).__name__}, made on the fly{grown}; {self.questions:,} held-out questions"}
 
     def description(self) -> dict[str, Any]:
-        """What a run's summary says of its data, whichever splits it uses."""
+        """Return the facts about the data in a run's summary, for any splits."""
         return {
             "task": type(self.task).__name__,
             **self.marks,
@@ -196,7 +196,7 @@ class SyntheticData(MadeData):
         }
 
     def fingerprint(self) -> dict[str, str | int]:
-        """What makes the sequences that training sees, but for the run's seed and batches."""
+        """Return the facts that determine the training sequences, without the run's seed and batches."""
         lengths = {name: getattr(self, name) for name in ("context", "shortest", "grow_from", "grow_until")}
         facts = {"task": type(self.task).__name__, **self.marks, **vars(self.task), **lengths}
         return {name: value if type(value) in (str, int) else str(value) for name, value in facts.items()}

@@ -1,1 +1,1 @@
-"""What is measured, and what to compare it with."""
+"""Measures of trained models, and the numbers to compare them with."""

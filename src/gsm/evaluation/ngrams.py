@@ -1,7 +1,7 @@
-"""N-gram baselines: what counting achieves on the very tokens a model was trained on. N examples, V vocabulary.
+"""N-gram baselines: models of counts, on the very tokens that a model was trained on. N examples, V vocabulary.
 
 A model that reads no further than the last few tokens cannot beat a good n-gram of its order by much, so these numbers
-say how much of a model's loss is more than local statistics. Orders above 1 use interpolated modified Kneser-Ney
+show how much of a model's loss is more than local statistics. Orders above 1 use interpolated modified Kneser-Ney
 smoothing (Chen and Goodman, "An Empirical Study of Smoothing Techniques for Language Modeling", 1998, section 3), the
 strongest of the classical ones:
 
@@ -30,7 +30,7 @@ def measure(
     vocabulary: int,
     bytes_per_token: float,
 ) -> float:
-    """Bits per byte of an n-gram model on exactly the targets that a model's validation loss averages.
+    """Return the bits per byte of an n-gram model on exactly the targets that a model's validation loss averages.
 
     Order 1 is the unigram distribution with one added to every count; higher orders are `KneserNey`.
 
@@ -55,7 +55,7 @@ def measure(
 def examples(
     sequences: Iterable[Mapping[str, Any]], order: int, vocabulary: int, *, once: bool = False
 ) -> list[np.ndarray]:
-    """Every scored target with the tokens before it, newest first: `order` arrays, int64 [N].
+    """Return every scored target with the tokens before it, newest first: `order` arrays, int64 [N].
 
     The first array holds the targets, the next the token just before each, and so on. Where the history would reach
     over the beginning of a document or of a sequence it is filled with the id V.
@@ -89,7 +89,7 @@ class AddOne:
         self.probability_V = counts / counts.sum()
 
     def probabilities(self, newest_first: list[np.ndarray]) -> np.ndarray:
-        """Probability of each target, float64 [N]."""
+        """Return the probability of each target, float64 [N]."""
         return self.probability_V[newest_first[0]]
 
 
@@ -112,7 +112,7 @@ class KneserNey:
         self._histories = _Trie(history_codes, base)
 
     def probabilities(self, newest_first: list[np.ndarray]) -> np.ndarray:
-        """Probability of each target after its history, float64 [N]; `newest_first` as `examples` gives it."""
+        """Return the probability of each target after its history, float64 [N]; `newest_first` is from `examples`."""
         gram_ids = self._grams.find(newest_first)
         history_ids = [np.zeros_like(newest_first[0]), *self._histories.find(newest_first[1:])]
         probability = np.full(len(newest_first[0]), 1 / self.vocabulary)
@@ -139,7 +139,7 @@ class _Level:
 
 @dataclass(frozen=True)
 class _Trie:
-    """Which rows of tokens occur, at every depth.
+    """The rows of tokens that occur, at every depth.
 
     `codes[k]` holds, sorted, parent x (V + 1) + token for each distinct row of k + 1 tokens; a row's id is its place
     there, and its parent is the id of the row without its last (oldest) token.
@@ -150,7 +150,7 @@ class _Trie:
 
     @staticmethod
     def grow(columns: list[np.ndarray], base: int) -> tuple[_Trie, np.ndarray]:
-        """The trie of all rows, and how often each complete row occurs; `base` is V + 1."""
+        """Return the trie of all rows, and the count of each complete row; `base` is V + 1."""
         codes, id_N, counts = [], np.zeros_like(columns[0]), np.zeros(0)
         for column in columns:
             distinct, id_N, counts = np.unique(id_N * base + column, return_inverse=True, return_counts=True)
@@ -158,7 +158,7 @@ class _Trie:
         return _Trie(codes, base), counts
 
     def find(self, columns: list[np.ndarray]) -> list[np.ndarray]:
-        """The id of each row at every depth, -1 where it does not occur."""
+        """Return the id of each row at every depth, -1 where it does not occur."""
         ids: list[np.ndarray] = []
         for column, codes in zip(columns, self.codes, strict=True):
             wanted = (ids[-1] if ids else 0) * self.base + column
@@ -169,7 +169,8 @@ class _Trie:
 
 
 def _discounts(counts: np.ndarray) -> tuple[float, float, float]:
-    """D_1, D_2 and D_3+ of modified Kneser-Ney, from how many grams occur once, twice, three and four times."""
+    """Return D_1, D_2 and D_3+ of modified Kneser-Ney, from the numbers of grams that occur once, twice, three and four
+    times."""
     n1, n2, n3, n4 = (int((counts == times).sum()) for times in (1, 2, 3, 4))
     if not (n1 and n2 and n3):
         return FALLBACK
@@ -179,7 +180,7 @@ def _discounts(counts: np.ndarray) -> tuple[float, float, float]:
 
 
 def _stack(sequences: Iterable[Mapping[str, Any]], once: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All sequences as int64 [B,T] arrays of tokens, targets and documents."""
+    """Return all sequences as int64 [B,T] arrays of tokens, targets and documents."""
     rows: dict[str, list[np.ndarray]] = {"tokens": [], "targets": [], "documents": []}
     seen = set()
     for sequence in sequences:
@@ -198,7 +199,7 @@ def _stack(sequences: Iterable[Mapping[str, Any]], once: bool) -> tuple[np.ndarr
 
 
 def _whole(name: str, values: np.ndarray) -> np.ndarray:
-    """As int64. Raises ValueError for fractions: cut off, two documents would become one."""
+    """Return values as int64. Raise ValueError for fractions: cut off, two documents would become one."""
     if values.dtype.kind not in "iu":
         raise ValueError(f"{name} must be whole numbers, got {values.dtype}")
     return values.astype(np.int64)

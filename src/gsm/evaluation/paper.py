@@ -14,7 +14,7 @@ class Published:
     """A table of downstream tasks.
 
     Attributes:
-        table: which one it is.
+        table: its name in the paper.
         columns: its models.
         average: their unweighted means over the tasks.
         rows: by task, the metric for ``dense`` models and for those with a ``mixture`` of experts, and the ``values``
@@ -30,12 +30,12 @@ class Published:
 
 
 def published(name: str) -> Published | None:
-    """A table of downstream tasks by its name (``paper``, ``ablation``), or None."""
+    """Return a table of downstream tasks by its name (``paper``, ``ablation``), or None."""
     table = tables().get(name, {})
     return Published(**table) if "average" in table and "rows" in table else None
 
 
 def tables() -> dict[str, Any]:
-    """All tables. ``ruler``: ``columns``, and in their order ``by_length``, ``average``, ``by_task``; ``perplexity``:
-    ``columns`` and ``rows``; ``overlap``: ``by_length``, in percent of K for each stage."""
+    """Return all tables. ``ruler``: ``columns``, and in their order ``by_length``, ``average``, ``by_task``;
+    ``perplexity``: ``columns`` and ``rows``; ``overlap``: ``by_length``, in percent of K for each stage."""
     return yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text(encoding="utf-8"))

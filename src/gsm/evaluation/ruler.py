@@ -64,7 +64,7 @@ class Ruler(Measure):
         tasks: some of niah_single_1,niah_single_2,niah_single_3,niah_multikey_1,niah_multikey_2,niah_multikey_3,
             niah_multivalue,niah_multiquery,vt,cwe,fwe; left out: niah_single_1,niah_single_2,niah_multikey_1
         examples: of every task at every length
-        answers: direct; or cot: what follows the last "Final answer:" is judged
+        answers: direct; or cot: the text behind the last "Final answer:" is judged
         template: ruler; or short, for small models
         haystack: python, the language reference that comes with Python; or the path of essays
         keys: builtin, wonderwords, or the path of word lists

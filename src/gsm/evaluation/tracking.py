@@ -1,4 +1,4 @@
-"""State tracking put to a model: how often it knows the last state of a word, by group and length.
+"""State tracking put to a model: the share of words with a known last state, by group and length.
 
 With steps, the model writes every state itself, and reads its own state, right or wrong, before the next letter. B
 words at a time, N letters.
