@@ -61,8 +61,8 @@ def _chosen(loop: Any, inputs: Inputs, numbers: tuple[int, ...], tensors: tuple[
         fired = scratch[: batch * length * heads * seen].view(batch, length * heads, seen)
         torch.bmm(query, key_BFI[:, :seen].mT, out=fired)
         sizes = (length, part.start, rows, seen, heads, inputs.k, *numbers)
-        given = (fired, weight_BRJ, first_BR, last_BR, *tensors, chosen_BRK)
-        run(loop, batch * length, *sizes, *given, least=least)
+        arrays = (fired, weight_BRJ, first_BR, last_BR, *tensors, chosen_BRK)
+        run(loop, batch * length, *sizes, *arrays, least=least)
     return chosen_BRK
 
 

@@ -39,8 +39,8 @@ def _forward(streams_BRXD, update_BRD, phi, bias, scale, rounds, eps, hc_eps):
     tokens, width = update.shape[:2].numel(), update.shape[2]
     number = linear(streams.view(tokens, STREAMS * width), phi)
     inverse, left, mixed = number.new_empty(tokens), torch.empty_like(streams), torch.empty_like(update)
-    sizes, given = (tokens, width, rounds, eps, hc_eps), (streams, update, bias, scale, number, inverse)
-    run(loops("mhc").forward, tokens, *sizes, *given, left, mixed, least=LEAST)
+    sizes, inputs = (tokens, width, rounds, eps, hc_eps), (streams, update, bias, scale, number, inverse)
+    run(loops("mhc").forward, tokens, *sizes, *inputs, left, mixed, least=LEAST)
     return in_dtype(left, streams_BRXD.dtype), in_dtype(mixed, streams_BRXD.dtype), number, inverse
 
 
@@ -51,9 +51,9 @@ def _backward(left_grad, mixed_grad, number, inverse, *arguments):
     tokens, width = inverse.numel(), update.shape[-1]
     logit_grad, number_grad = torch.empty_like(number), torch.empty_like(number)
     streams_grad, update_grad = torch.empty_like(streams), torch.empty_like(update)
-    sizes, given = (tokens, width, rounds, hc_eps), (streams, update, bias, scale, number, inverse, *grads)
-    found = (logit_grad, number_grad, streams_grad, update_grad)
-    run(loops("mhc").backward, tokens, *sizes, *given, *found, least=LEAST)
+    sizes, inputs = (tokens, width, rounds, hc_eps), (streams, update, bias, scale, number, inverse, *grads)
+    gradients = (logit_grad, number_grad, streams_grad, update_grad)
+    run(loops("mhc").backward, tokens, *sizes, *inputs, *gradients, least=LEAST)
     streams_grad.view(tokens, STREAMS * width).addmm_(number_grad, phi)
     phi_grad = number_grad.T @ streams.view(tokens, STREAMS * width)
     read, write, mix = (logit_grad * number).sum(0).split((STREAMS, STREAMS, STREAMS * STREAMS))

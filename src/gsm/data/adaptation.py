@@ -228,8 +228,8 @@ class RulerData(MadeData):
         check_numbers(self.batch_size, self.validation_sequences, self.seed)
         within(1, examples=self.examples)
         if self.answers not in (*RESPONSES, BOTH):
-            known = ", ".join((*RESPONSES, BOTH))
-            raise ValueError(f"answers {self.answers!r} is unknown; the known ones are {known}")
+            names = ", ".join((*RESPONSES, BOTH))
+            raise ValueError(f"answers {self.answers!r} is unknown; the known ones are {names}")
         if not self.tasks or set(self.tasks) - set(TASKS):
             raise ValueError(f"tasks {self.tasks} must be some of {', '.join(TASKS)}")
         without = [task for task in self.tasks if not isinstance(TASKS[task], Needles)]

@@ -108,7 +108,7 @@ class DataModule(lightning.LightningDataModule):
         """
         if self.token_bytes_V is None:
             return None
-        targets = np.concatenate([one.get("targets", one["tokens"][1:]).numpy() for one in self.validation()])
+        targets = np.concatenate([batch.get("targets", batch["tokens"][1:]).numpy() for batch in self.validation()])
         return float(self.token_bytes_V[targets[targets != IGNORED]].mean(dtype=np.float64))
 
     @property

@@ -81,10 +81,11 @@ class Capacity:
             if kind not in KINDS:
                 raise ValueError(f"loads has the kind {kind!r}; the known ones are {', '.join(KINDS)}")
             least = SHARE if kind == "count" else 1
-            if min(amounts) < least or any(one % SHARE for one in amounts if kind == "count"):
+            if min(amounts) < least or any(amount % SHARE for amount in amounts if kind == "count"):
                 asked_for = f"multiples of {SHARE}" if kind == "count" else "at least 1"
                 raise ValueError(f"loads.{kind} {list(amounts)} must be {asked_for}")
-        plain = {str(kind): [int(one) for one in amounts] for kind, amounts in self.loads.items()}  # Hydra's are not
+        # Plain containers: Hydra's are not.
+        plain = {str(kind): [int(amount) for amount in amounts] for kind, amounts in self.loads.items()}
         object.__setattr__(self, "loads", plain)
         if self.counted is None and "count" in plain:
             object.__setattr__(self, "counted", max(plain["count"]))
@@ -100,7 +101,7 @@ class Capacity:
     @property
     def least(self) -> int:
         """Tokens that the smallest load of each kind fits into, with one question."""
-        return max(min(self._least(Load(kind, one)) for one in amounts) for kind, amounts in self.loads.items())
+        return max(min(self._least(Load(kind, amount)) for amount in amounts) for kind, amounts in self.loads.items())
 
     def check(self, length: int) -> None:
         """Raises ValueError if sequences of this length cannot hold every load, with one question and the gap."""
@@ -130,7 +131,7 @@ class Capacity:
     def draw(self, random: np.random.Generator, length: int, whole: int | None = None) -> Drawn:
         """One sequence. Raises ValueError where it cannot hold the smallest load."""
         kind = list(self.loads)[int(random.integers(len(self.loads)))]
-        fitting = [one for one in self.loads[kind] if self._least(Load(kind, one)) <= length]
+        fitting = [amount for amount in self.loads[kind] if self._least(Load(kind, amount)) <= length]
         if not fitting:
             raise ValueError(f"a sequence of {length} cannot hold {kind} {min(self.loads[kind])}")
         return self._written(
@@ -138,38 +139,39 @@ class Capacity:
         )
 
     def _least(self, load: Load) -> int:
-        told = self.needles if load.kind == "wait" else load.amount
-        return 2 * told + 2 + (load.amount if load.kind == "wait" else 0)
+        needles = self.needles if load.kind == "wait" else load.amount
+        return 2 * needles + 2 + (load.amount if load.kind == "wait" else 0)
 
     def _story(self, random: np.random.Generator, kind: str, amounts: Sequence[int], length: int) -> Story:
         amount = amounts[int(random.integers(len(amounts)))]
         key_P = random.permutation(self.keys)
         if kind != "count":
-            told = [(int(key), self._value(random)) for key in key_P[: amount if kind == "find" else self.needles]]
-            return Story(told, told, amount if kind == "wait" else 0)
-        told, asked = [], []
+            pairs = [(int(key), self._value(random)) for key in key_P[: amount if kind == "find" else self.needles]]
+            return Story(pairs, pairs, amount if kind == "wait" else 0)
+        pairs, questions = [], []
         room = min(self.counted or amount, length // 2 - 1)  # in a sequence that is to grow, the room in it
         for key in key_P[: max(1, min(self.asked, room // amount))].tolist():
             often, other = (self.keys + random.permutation(self.values)[:2]).tolist()
-            told += [(key, other if i % SHARE == 0 else often) for i in range(amount)]
-            asked.append((key, often))
-        return Story([told[i] for i in random.permutation(len(told))], asked, 0)
+            pairs += [(key, other if i % SHARE == 0 else often) for i in range(amount)]
+            questions.append((key, often))
+        return Story([pairs[i] for i in random.permutation(len(pairs))], questions, 0)
 
     def _value(self, random: np.random.Generator) -> int:
         return self.keys + int(random.integers(self.values))
 
     def _written(self, random: np.random.Generator, length: int, gap: int, story: Story) -> Drawn:
         """Write the needles at random places, the gap, and questions in random order, as far as there is room."""
-        told, each = 2 * len(story.told), 2 + story.wait
-        count = min(len(story.asked), self.asked, max(1, (length - told - gap) // each))
-        asked = [story.asked[i] for i in random.permutation(len(story.asked))[:count]]
+        length_told, each = 2 * len(story.told), 2 + story.wait
+        count = min(len(story.asked), self.asked, max(1, (length - length_told - gap) // each))
+        questions = [story.asked[i] for i in random.permutation(len(story.asked))[:count]]
         first = self.keys + self.values
         token_T = first + random.integers(self.fillers, size=length)
         target_T = np.full(length, IGNORED)
-        room = max(length - each * count - gap, told)
-        place_P = np.sort(random.integers(room - told + 1, size=len(story.told))) + 2 * np.arange(len(story.told))
+        room = max(length - each * count - gap, length_told)
+        start_P = np.sort(random.integers(room - length_told + 1, size=len(story.told)))
+        place_P = start_P + 2 * np.arange(len(story.told))
         token_T[place_P], token_T[place_P + 1] = np.array(story.told).T
-        for place, (key, value) in zip(range(length - each * count, length, each), asked, strict=True):
+        for place, (key, value) in zip(range(length - each * count, length, each), questions, strict=True):
             due = place + story.wait
             token_T[due] = first + self.fillers
             token_T[place], token_T[due + 1], target_T[due] = key, value, value

@@ -47,8 +47,8 @@ def group(name: str) -> Group:
 
     Raises ValueError for another name, or a group that is trivial or too large for a table.
     """
-    found = NAME.fullmatch(PARITY if name == "parity" else name)
-    kind, number = (found[1], int(found[2])) if found else ("", 0)
+    match = NAME.fullmatch(PARITY if name == "parity" else name)
+    kind, number = (match[1], int(match[2])) if match else ("", 0)
     if not 2 <= number <= LARGEST.get(kind, 0):
         raise ValueError(
             f"unknown group {name!r}; take parity, Z<m> (addition modulo m, 2 to {LARGEST['Z']}), or S<n> "

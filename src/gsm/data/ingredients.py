@@ -149,9 +149,9 @@ class Ingredients:
     @cached_property
     def words(self) -> list[str]:
         """Different words to count: those of the keys, then those of the haystack, in lower case."""
-        own = [*self.keys.nouns, *self.keys.adjectives]
-        others = sorted({word.lower() for word in self.haystack.words if word.isalpha() and len(word) > 2})
-        return list(dict.fromkeys([*own, *others]))
+        key_words = [*self.keys.nouns, *self.keys.adjectives]
+        text_words = sorted({word.lower() for word in self.haystack.words if word.isalpha() and len(word) > 2})
+        return list(dict.fromkeys([*key_words, *text_words]))
 
     @classmethod
     def choose(

@@ -113,14 +113,14 @@ class FuzzyRecall(Checked):
 
     def draw(self, random: np.random.Generator, length: int, whole: int | None = None) -> Drawn:
         """See `Task.draw`. Padding stands in front; the last pair has been seen."""
-        told: dict[tuple[int, ...], np.ndarray] = {}
+        value_of: dict[tuple[int, ...], np.ndarray] = {}
         token_T, target_T = np.full(length, self.vocabulary - 1), np.full(length, IGNORED)
         pairs: list[tuple[tuple[int, ...], np.ndarray, bool]] = []
         room = length
         while room >= 4 * self.longest:  # the next, and then the last one
             key = tuple(random.permutation(self.keys)[: random.integers(self.longest) + 1].tolist())
-            seen = key in told
-            value = told.setdefault(
+            seen = key in value_of
+            value = value_of.setdefault(
                 key, self.keys + random.permutation(self.values)[: random.integers(self.longest) + 1]
             )
             pairs.append((key, value, seen))

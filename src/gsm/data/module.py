@@ -290,10 +290,10 @@ def _given(**chosen: object) -> dict[str, Any]:
 
 
 def _corpus(path: str | None, **chosen: object) -> Corpus:
-    given = _given(**chosen)
-    if path is None and given:
-        raise ValueError(f"{', '.join(given)} given without a path; set data.path (data=folder), or leave them out")
-    return standard_library() if path is None else Corpus(path, **given)
+    arguments = _given(**chosen)
+    if path is None and arguments:
+        raise ValueError(f"{', '.join(arguments)} given without a path; set data.path (data=folder), or leave them out")
+    return standard_library() if path is None else Corpus(path, **arguments)
 
 
 def chosen_tokenizer(tokenizer: str | Tokenizer, end_of_text: str | None, vocabulary: int) -> Tokenizer | None:

@@ -221,9 +221,9 @@ class Paraphrase(Needle):
 
     def apart(self) -> dict[str, Paraphrase]:
         """What is measured apart: pairs of names that training has, those that it leaves out, and one name for both."""
-        found = {"paraphrased": replace(self, literal=0.0, left_out=False)}
-        found |= {"left_out": replace(self, literal=0.0, left_out=True)} if self.names > 2 else {}
-        return {**found, "literal": replace(self, literal=1.0, left_out=False)}
+        parts = {"paraphrased": replace(self, literal=0.0, left_out=False)}
+        parts |= {"left_out": replace(self, literal=0.0, left_out=True)} if self.names > 2 else {}
+        return {**parts, "literal": replace(self, literal=1.0, left_out=False)}
 
     def _pairs(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Numbers of different keys, and any values, int64 [pairs] each."""

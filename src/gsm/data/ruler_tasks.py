@@ -145,15 +145,15 @@ class Needles(Task):
         # Several values of a key have no order of their own: they are taught as they stand in the text.
         place = lambda pair: context.index(self._needle(draw.made, *pair))  # noqa: E731
         taught = sorted(pairs, key=place) if self.values > 1 else pairs
-        asked = f"{', '.join(keys[:-1])}, and {keys[-1]}" if len(keys) > 1 else keys[0]
-        words = {"type": self.value_type[:-1], "types": self.value_type, "key": asked}
+        listed = f"{', '.join(keys[:-1])}, and {keys[-1]}" if len(keys) > 1 else keys[0]
+        words = {"type": self.value_type[:-1], "types": self.value_type, "key": listed}
         wording = self.wording(draw.made)
         return Sample(
             input=wording.question.format(context=context, **words),
             outputs=tuple(value for _, value in pairs),
             answer_prefix=wording.prefix.format(**words),
             answer=", ".join(value for _, value in taught),
-            key=asked,
+            key=listed,
             needles=tuple(self._needle(draw.made, *pair) for pair in pairs),
         )
 
@@ -286,8 +286,8 @@ class CommonWords(Task):
     def _ask(self, draw: Draw, units: int, often: int, seldom: int, order: int) -> Sample:
         count = draw.made.template.words
         different = draw.random.sample(draw.made.words, units)
-        common, others = different[:count], different[count:]
-        words = common * often + others * seldom
+        common, rare = different[:count], different[count:]
+        words = common * often + rare * seldom
         random.Random(order).shuffle(words)
         wording = self.wording(draw.made)
         return Sample(

@@ -29,7 +29,7 @@ def spell(bpe: tokenizers.Tokenizer, vocabulary: int) -> list[bytes]:
     added = bpe.get_added_tokens_decoder()
     plain = {token: piece for piece, token in bpe.get_vocab().items() if token not in added}
     spelled = _byte_level(plain) if is_byte_level(bpe) else _decoded(bpe, plain)
-    spelled |= {token: b"" if one.special else one.content.encode() for token, one in added.items()}
+    spelled |= {token: b"" if entry.special else entry.content.encode() for token, entry in added.items()}
     return [spelled.get(token, b"") for token in range(vocabulary)]
 
 
@@ -66,5 +66,5 @@ def _types(part: Mapping[str, Any]) -> set[str]:
 def byte_of_character() -> dict[str, int]:
     """Return the byte of each character of byte-level BPE: printable bytes as they are, the others as 256, 257, ..."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [value for value in range(256) if value not in printable]
-    return {chr(value): value for value in printable} | {chr(256 + rank): value for rank, value in enumerate(others)}
+    rest = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {chr(256 + rank): value for rank, value in enumerate(rest)}

@@ -62,9 +62,9 @@ class StateTracking:
     tested: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        for name, known in (("letters", LETTERS), ("answers", ANSWERS), ("ask", ASK)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} {getattr(self, name)!r} is unknown; the known ones are {', '.join(known)}")
+        for name, choices in (("letters", LETTERS), ("answers", ANSWERS), ("ask", ASK)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} {getattr(self, name)!r} is unknown; the known ones are {', '.join(choices)}")
         if self.answers == "steps" and self.ask == "end":
             raise ValueError("answers steps writes every state: set ask to every, or answers to direct")
         if not self.groups or len(set(self.groups)) < len(self.groups):
@@ -76,7 +76,7 @@ class StateTracking:
     @property
     def vocabulary(self) -> int:
         """Number of ids."""
-        return sum(len(self._letters(one)) + len(one) for one in self._groups)
+        return sum(len(self._letters(each)) + len(each) for each in self._groups)
 
     @property
     def least(self) -> int:
@@ -86,7 +86,7 @@ class StateTracking:
     @property
     def chance(self) -> dict[str, float]:
         """By group, how often a guess is right; with few letters, and words that are short, the best one is better."""
-        return {one.name: 1 / len(one) for one in self._groups}
+        return {each.name: 1 / len(each) for each in self._groups}
 
     def word_length(self, length: int) -> int:
         """Return the letters in a sequence of this number of positions."""
@@ -107,16 +107,16 @@ class StateTracking:
         word = self.word(int(random.integers(len(self._groups))), random, self.word_length(length))
         token_T = np.stack([word.letter_N, word.state_N])[: self.least].T.flatten()
         target_T = np.full_like(token_T, IGNORED)
-        asked = slice(None) if self.ask == "every" else slice(-1, None)
-        target_T[:: self.least][asked] = word.state_N[asked]
+        rows = slice(None) if self.ask == "every" else slice(-1, None)
+        target_T[:: self.least][rows] = word.state_N[rows]
         return Drawn(token_T, target_T)
 
     def word(self, number: int, random: np.random.Generator, count: int) -> Word:
         """A word of the group with this number, uniform over its letters."""
-        one, first = self._groups[number], self._first(number)
-        letters = np.array(self._letters(one))
+        chosen, first = self._groups[number], self._first(number)
+        letters = np.array(self._letters(chosen))
         letter_N = random.integers(len(letters), size=count)
-        return Word(first + letter_N, first + len(letters) + one.states(letters[letter_N]))
+        return Word(first + letter_N, first + len(letters) + chosen.states(letters[letter_N]))
 
     @property
     def _groups(self) -> list[Group]:
@@ -127,4 +127,4 @@ class StateTracking:
 
     def _first(self, number: int) -> int:
         """The first id of a group."""
-        return sum(len(self._letters(one)) + len(one) for one in self._groups[:number])
+        return sum(len(self._letters(each)) + len(each) for each in self._groups[:number])

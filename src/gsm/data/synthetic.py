@@ -178,7 +178,7 @@ class SyntheticData(MadeData):
     @cached_property
     def questions(self) -> int:
         """Targets in the sequences of validation."""
-        return sum(int((one["targets"] != IGNORED).sum()) for one in self.validation())
+        return sum(int((batch["targets"] != IGNORED).sum()) for batch in self.validation())
 
     def headline(self) -> dict[str, str]:
         """Return the lines about the data in the header of a run."""

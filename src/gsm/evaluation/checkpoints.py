@@ -138,12 +138,12 @@ def checkpoints(path: str) -> list[Path]:
     folder = Path(path)
     if not folder.is_dir() or checkpoint_file(folder).is_file():
         return [checkpoint_file(folder) if folder.is_dir() or path in paths.trained() else folder]
-    found = sorted(folder.glob("**/checkpoints/last.ckpt"))
-    found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
-    found = [file for file in found if _is_last(file)]
-    if not found:
+    files = sorted(folder.glob("**/checkpoints/last.ckpt"))
+    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+    files = [file for file in files if _is_last(file)]
+    if not files:
         raise FileNotFoundError(f"no checkpoint at {path}, and no run below it has a checkpoints/last.ckpt")
-    return found
+    return files
 
 
 def _is_last(file: Path) -> bool:
@@ -152,13 +152,13 @@ def _is_last(file: Path) -> bool:
     trained = (read_json(run / "summary.json") or {}).get(TRAINED)
     if not isinstance(trained, list):
         return True
-    there = [name for name in trained if (run / name / "checkpoints" / "last.ckpt").is_file()]
-    return phase in there[-1:]
+    saved = [name for name in trained if (run / name / "checkpoints" / "last.ckpt").is_file()]
+    return phase in saved[-1:]
 
 
 def home(file: Path) -> Path:
     """Return the folder of a checkpoint's run; for a model of the package, a folder below ``logs`` for its results."""
-    if file.resolve() in {one.resolve() for one in paths.trained().values()}:
+    if file.resolve() in {folder.resolve() for folder in paths.trained().values()}:
         return Path("logs") / "trained" / file.stem
     return file.parent.parent if file.parent.name == "checkpoints" else file.parent
 

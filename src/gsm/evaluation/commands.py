@@ -17,7 +17,7 @@ from gsm.evaluation.ruler import Ruler
 
 def call(arguments: Sequence[str]) -> None:
     """Take the measure of ``name=value`` words, or print its help."""
-    measure, own = choose(arguments)
+    measure, options = choose(arguments)
 
     @functools.wraps(measure, updated=())
     def evaluate(**asked: Any) -> None:
@@ -25,7 +25,7 @@ def call(arguments: Sequence[str]) -> None:
 
     common = inspect.cleandoc(Measure.__doc__ or "").partition("Args:\n")[2]
     evaluate.__doc__ = f"{inspect.cleandoc(measure.__doc__ or '')}\n{common}"
-    command_line.call(evaluate, measure.script, own)
+    command_line.call(evaluate, measure.script, options)
 
 
 def choose(words: Sequence[str]) -> tuple[type[Measure], list[str]]:
@@ -43,8 +43,8 @@ def choose(words: Sequence[str]) -> tuple[type[Measure], list[str]]:
 
 def asked(words: Sequence[str]) -> Measure:
     """Return the measure of ``name=value`` words. Raises ConfigError."""
-    measure, own = choose(words)
-    return measure(**command_line.read_arguments(own, measure, measure.script))
+    measure, options = choose(words)
+    return measure(**command_line.read_arguments(options, measure, measure.script))
 
 
 def words(asked: Mapping[str, Any]) -> list[str]:

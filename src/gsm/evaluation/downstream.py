@@ -107,8 +107,8 @@ class Tasks(Measure):
         }
         scored = {}
         for task in self.chosen:
-            own = {"task": task.name, **settings, "documents": self._documents(task)}
-            results = Results(self._samples_of(task.name, trained.file), own)
+            identity = {"task": task.name, **settings, "documents": self._documents(task)}
+            results = Results(self._samples_of(task.name, trained.file), identity)
             if "samples" not in results.conclusion:
                 self._score(trained, task, results, longest)
             scored[task.name] = results.content()
@@ -140,7 +140,8 @@ class Tasks(Measure):
             {
                 **result,
                 "tasks": {
-                    name: {"settings": one["settings"], **one["scores"]} for name, one in result["tasks"].items()
+                    name: {"settings": content["settings"], **content["scores"]}
+                    for name, content in result["tasks"].items()
                 },
                 **{"ruler": ruler.numbers(result["ruler"]), "values": values(result, table)},
             }
@@ -199,19 +200,21 @@ def grid(tasks: Sequence[Task], arms: Mapping[str, Mapping[Any, Result]], table:
 def differences(arms: Mapping[str, Mapping[Any, Result]], table: Published | None) -> list[Grid]:
     """Return a table of every other arm minus the first: each question's score is the mean over the common seeds, the
     interval is the paired bootstrap's over questions. No table for a single arm."""
-    (arm, first), *others = arms.items()
-    if not others:
+    (arm, first), *later = arms.items()
+    if not later:
         return []
     tasks = list(next(iter(first.values()))["tasks"])
-    rows = [[f"minus {arm}, with 95 % interval", *(name for name, _ in others)]]
+    rows = [[f"minus {arm}, with 95 % interval", *(name for name, _ in later)]]
     for title, wanted in [*((task, [task]) for task in tasks), (_mean_title(table), tasks)]:
         scores = lambda results, wanted=wanted: {task: _questions(results, task, table) for task in wanted}  # noqa: E731
-        rows.append([title, *(difference(first, other, scores) for _, other in others)])
-    asked = [{seed: one["ruler"] for seed, one in seeds.items() if one["ruler"]} for seeds in arms.values()]
-    last = next((str(ruler.longest(one)) for one in asked[0].values()), "")
+        rows.append([title, *(difference(first, other, scores) for _, other in later)])
+    with_ruler = [
+        {seed: result["ruler"] for seed, result in seeds.items() if result["ruler"]} for seeds in arms.values()
+    ]
+    last = next((str(ruler.longest(result)) for result in with_ruler[0].values()), "")
     for name in table.ruler if table else ():
         which = lambda task, length, name=name: name != "longest" or length == last  # noqa: E731
-        rows.append([ruler.TITLES[name], *(ruler.apart(asked[0], other, which) for other in asked[1:])])
+        rows.append([ruler.TITLES[name], *(ruler.apart(with_ruler[0], other, which) for other in with_ruler[1:])])
     return [rows]
 
 
@@ -220,7 +223,7 @@ def _questions(results: Sequence[Result], task: str, table: Published | None) ->
     each = []
     for result in results:
         samples = sorted(result["tasks"][task]["samples"], key=lambda one: (one["subtask"], one["document"]))
-        each.append([one[metric(task, result, table)] for one in samples])
+        each.append([sample[metric(task, result, table)] for sample in samples])
     return means(each)
 
 

@@ -194,14 +194,14 @@ def measure(
     scores, records = iter(adapter.scores), []
     for name, documents in logged.items():
         for document in documents:
-            own = [next(scores) for _ in document["arguments"]]
+            answers = [next(scores) for _ in document["arguments"]]
             number = questions.lines[name][document["doc_id"]] if questions.lines else document["doc_id"]
             records.append(
                 {
                     **{"document": number, "subtask": questions.subtask(name)},
-                    "loglikelihoods": [score.loglikelihood for score in own],
-                    "greedy": [score.greedy for score in own],
-                    "cut": max(score.cut for score in own),
+                    "loglikelihoods": [score.loglikelihood for score in answers],
+                    "greedy": [score.greedy for score in answers],
+                    "cut": max(score.cut for score in answers),
                     **{metric: document[metric] for metric in document["metrics"]},
                 }
             )

@@ -136,16 +136,16 @@ class HeldOut(Measure):
             return data.of_length(length, most=self.sequences or overlaps.SEQUENCES, split=self.split)
 
         with trained.computing():
-            found: dict[str, Any] = {"text": loss()}
+            measured: dict[str, Any] = {"text": loss()}
             if self.overlap or self.overlap_lengths:
-                found["overlap"] = overlaps.measure(model, of_length, data.context, self.overlap_lengths)
+                measured["overlap"] = overlaps.measure(model, of_length, data.context, self.overlap_lengths)
             if self.ablate:
-                found["ablated"] = _ablated(model, loss, found["text"]["loss"])
+                measured["ablated"] = _ablated(model, loss, measured["text"]["loss"])
         return {
             **trained.facts,
             **{"split": self.split, "documents": getattr(data, "documents", None), "context": data.context},
             **({"outside": list(self.outside)} if self.outside else {}),
-            **found,
+            **measured,
             "data": data.description([self.split]) if isinstance(data, TextData) else data.description(),
             "split_sequences": _length(getattr(data, f"{self.split}_set", None)) or count,
             **{"device": trained.device_name, "precision": trained.precision, "kernels": explain()},
@@ -157,7 +157,7 @@ class HeldOut(Measure):
         """Print a table of the arms, and a table of loss by position, where there are several runs."""
         grids, notes = (tables(results) if len(results) > 1 else []), []
         if grids:
-            print(f"{len(results)} runs; {SPREAD}\n\n" + "\n\n".join(grid_text(one, SCREEN) for one in grids) + "\n")
+            print(f"{len(results)} runs; {SPREAD}\n\n" + "\n\n".join(grid_text(grid, SCREEN) for grid in grids) + "\n")
             treated = dict.fromkeys(str(result.get("documents")) for result in results)
             if len(treated) > 1:
                 notes = [f"Compare with care: documents are {' in some and '.join(treated)} in others. Use documents="]
@@ -171,14 +171,14 @@ class HeldOut(Measure):
     def metrics(written: Mapping[str, Any]) -> dict[str, Any]:
         """Return `loss`, `perplexity`, `bits_per_byte`, `by_document`, the mean `overlap` of the stages and each
         `overlap/<length>/<stage>`; `without/<part>`: the loss without it."""
-        found = {name: written["text"].get(name) for name in (*MEASURES, "by_document")}
+        values = {name: written["text"].get(name) for name in (*MEASURES, "by_document")}
         overlap = written.get("overlap") or {"mean": None, "by_length": []}
-        found["overlap"] = overlap["mean"]
+        values["overlap"] = overlap["mean"]
         for row in overlap["by_length"]:
-            found |= {f"overlap/{row['length']}/{stage}": value for stage, value in enumerate(row["stages"], 1)}
+            values |= {f"overlap/{row['length']}/{stage}": value for stage, value in enumerate(row["stages"], 1)}
         ablated = written.get("ablated") or {}
-        found |= {f"without/{name.replace(' ', '_')}": row["loss"] for name, row in ablated.items()}
-        return {name: value for name, value in found.items() if value is not None}
+        values |= {f"without/{name.replace(' ', '_')}": row["loss"] for name, row in ablated.items()}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @torch.no_grad()
@@ -344,14 +344,14 @@ def open_data(
 
     Only ``split`` is prepared: the other may take hours, or lie on the hub.
     """
-    config, own = saved["hyper_parameters"]["config"], vetted_node(saved, "data", "the checkpoint")
-    node = own if not (data or path) else _other({**config, "data": own}, data or "folder", path)
-    asked = {"documents": documents, "context": context, "batch_size": batch_size, "validation_sequences": sequences}
-    for name, value in asked.items():
+    config, trained_on = saved["hyper_parameters"]["config"], vetted_node(saved, "data", "the checkpoint")
+    node = trained_on if not (data or path) else _other({**config, "data": trained_on}, data or "folder", path)
+    options = {"documents": documents, "context": context, "batch_size": batch_size, "validation_sequences": sequences}
+    for name, value in options.items():
         if value and name not in node:
             raise ConfigError(f"{value} was asked for as {name}, which these data do not take ({node['_target_']})")
-        if value or name in node and name in own:
-            node[name] = value or own[name]
+        if value or name in node and name in trained_on:
+            node[name] = value or trained_on[name]
     if "tokenizer" in node:
         if not saved.get("tokenizer"):
             raise ConfigError(
@@ -368,7 +368,7 @@ def open_data(
 
 def _other(config: Mapping[str, Any], data: str, path: str) -> dict[str, Any]:
     """Return the configuration of other data at the checkpoint's size, with the values that its model fixes."""
-    own, state = config["data"], config["model"].get("state_size")
+    trained_on, state = config["data"], config["model"].get("state_size")
     size = [
         f"size.{name}={'null' if value is None else value}"
         for name, value in config["size"].items()
@@ -376,8 +376,12 @@ def _other(config: Mapping[str, Any], data: str, path: str) -> dict[str, Any]:
     ]
     size += [f"model.state_size={state}"] if isinstance(state, int) else []
     composed = compose([*size, f"data={data}", *(["data.path=."] if path else [])])["data"]
-    kept = {name: own[name] for name in ("vocabulary", "seed", "validation_sequences", "cache_dir") if name in own}
-    return {**composed, **kept, **({"path": path} if path else {})}
+    carried = {
+        name: trained_on[name]
+        for name in ("vocabulary", "seed", "validation_sequences", "cache_dir")
+        if name in trained_on
+    }
+    return {**composed, **carried, **({"path": path} if path else {})}
 
 
 def _plain_number(value: Any) -> bool:
@@ -513,8 +517,8 @@ def tables(results: Sequence[Mapping[str, Any]]) -> list[Grid]:
     spans = {bucket["first"]: _span(bucket) for result in results for bucket in result["text"]["by_position"]}
     grid = [["place in the document", *arms]]
     for first, span in sorted(spans.items()):
-        found = [[one for text in texts for one in text["by_position"]] for texts in arms.values()]
-        losses = [[one["loss"] for one in each if one["first"] == first] for each in found]
+        positions = [[position for text in texts for position in text["by_position"]] for texts in arms.values()]
+        losses = [[position["loss"] for position in each if position["first"] == first] for each in positions]
         grid.append([span, *(_number(statistics.fmean(those) if those else None, 3) for those in losses)])
     return [whole, grid]
 

@@ -87,8 +87,8 @@ class Lengths(Measure):
         """Return the perplexity in every window; ``file`` keeps each window once it is measured."""
         windows, identity = self._windows(trained)
         with trained.computing():
-            found = self.measure(trained.model, windows, file, identity, trained.progress("windows"))
-        result = {**trained.facts, **found}
+            measured = self.measure(trained.model, windows, file, identity, trained.progress("windows"))
+        result = {**trained.facts, **measured}
         shortest = self.lengths[0]
         text = {name: getattr(self, name) for name in ("data", "path", "split")}
         usual = HeldOut(**text, context=shortest, sequences=self.windows * self.lengths[-1] // shortest)
@@ -101,11 +101,11 @@ class Lengths(Measure):
     def metrics(written: Mapping[str, Any]) -> dict[str, float]:
         """Return perplexities as `<documents>/<length>`, for all targets of the full windows `<documents>/full`, and
         `held_out`."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for documents, by_length in written["by_length"].items():
-            found |= {f"{documents}/{length}": cell["perplexity"] for length, cell in by_length.items()}
-            found[f"{documents}/full"] = written["whole"][documents]["perplexity"]
-        return found | {"held_out": written["held_out"]["perplexity"]}
+            values |= {f"{documents}/{length}": cell["perplexity"] for length, cell in by_length.items()}
+            values[f"{documents}/full"] = written["whole"][documents]["perplexity"]
+        return values | {"held_out": written["held_out"]["perplexity"]}
 
     def measure(
         self,
@@ -144,26 +144,26 @@ class Lengths(Measure):
             options = {"whole": length == lengths[-1], "chunk": self.chunk}
             return {_name(*part): score(model, windows[documents][number], length, scored, **options)}
 
-        asked = [*itertools.product(windows, lengths, range(count))]
-        results.fill(asked, lambda part: [_name(*part)], compute, progress)
-        found = concluded([results.cells], lengths, count, [*windows])
-        results.save(**found)
+        parts = [*itertools.product(windows, lengths, range(count))]
+        results.fill(parts, lambda part: [_name(*part)], compute, progress)
+        conclusion = concluded([results.cells], lengths, count, [*windows])
+        results.save(**conclusion)
         return results.content()
 
     def conclude(self, results: Sequence[Mapping[str, Any]], place: Path) -> None:
         """Print, draw and write the paper's curve of all runs. Raises ConfigError for different windows."""
         first = results[0]
-        for one in results:
-            if one["settings"]["text"] != first["settings"]["text"]:
-                changes = few(unlike(first["settings"]["text"], one["settings"]["text"]))
+        for result in results:
+            if result["settings"]["text"] != first["settings"]["text"]:
+                changes = few(unlike(first["settings"]["text"], result["settings"]["text"]))
                 raise ConfigError(
-                    f"{one['checkpoint']} has read other windows than {first['checkpoint']}, by {changes}, so that "
+                    f"{result['checkpoint']} has read other windows than {first['checkpoint']}, by {changes}, so that "
                     "their perplexities do not compare: give runs of one tokenizer, and the same data= or path= to all"
                 )
         runs = {arm: list(seeds.values()) for arm, seeds in by_arm(results).items()}
         means = {
-            arm: concluded([run["cells"] for run in own], self.lengths, self.windows, self.documents)
-            for arm, own in runs.items()
+            arm: concluded([run["cells"] for run in of_arm], self.lengths, self.windows, self.documents)
+            for arm, of_arm in runs.items()
         }
         notes = [f"{self.windows} windows, the last {first['settings']['scored']:,} targets of each; {NOTE}"]
         several = {"arms": means, "runs": [run["checkpoint"] for run in results]}
@@ -179,24 +179,24 @@ class Lengths(Measure):
             rows = [[f"perplexity, {documents}", *means]]
             for length in self.lengths:
                 rows.append(
-                    [f"{length:,}", *(_cell(found["by_length"][documents][str(length)]) for found in means.values())]
+                    [f"{length:,}", *(_cell(mean["by_length"][documents][str(length)]) for mean in means.values())]
                 )
-            grids.append([*rows, ["all targets", *(_cell(found["whole"][documents]) for found in means.values())]])
-        first, *others = arms
-        for documents in self.documents if others else ():
-            rows = [[f"nats minus {first}, {documents}", *others]]
+            grids.append([*rows, ["all targets", *(_cell(mean["whole"][documents]) for mean in means.values())]])
+        first, *later = arms
+        for documents in self.documents if later else ():
+            rows = [[f"nats minus {first}, {documents}", *later]]
             for length in self.lengths:
                 losses = {
                     arm: {"": window_losses([run["cells"] for run in runs], documents, length, self.windows)}
                     for arm, runs in arms.items()
                 }
-                apart = [over_questions(losses[first], losses[arm]).text(digits=4, scale=1.0) for arm in others]
+                apart = [over_questions(losses[first], losses[arm]).text(digits=4, scale=1.0) for arm in later]
                 rows.append([f"{length:,}", *apart])
             grids.append(rows)
         usual = {arm: [run["held_out"] for run in runs] for arm, runs in arms.items()}
-        for context in sorted({one["context"] for runs in usual.values() for one in runs}):
+        for context in sorted({run["context"] for runs in usual.values() for run in runs}):
             cells = [
-                f"{statistics.geometric_mean(one['perplexity'] for one in runs):.4f}" if runs else "-"
+                f"{statistics.geometric_mean(run['perplexity'] for run in runs):.4f}" if runs else "-"
                 for runs in usual.values()
             ]
             grids.append([[f"held out, in sequences of {context:,}", *arms], ["", *cells]])
@@ -218,11 +218,12 @@ class Lengths(Measure):
         windows = {}
         for documents in self.documents:
             data.documents = documents
-            windows[documents] = found = data.of_length(longest, count, split)
-            if len(found) < count:
+            windows[documents] = chosen = data.of_length(longest, count, split)
+            if len(chosen) < count:
                 raise ConfigError(
                     f"{trained.file}: windows is {count} and the longest of the lengths {longest}, but the {split} "
-                    f"split has {data.split(split).tokens:,} tokens, room for {len(found)}: use windows={len(found)}, "
+                    f"split has {data.split(split).tokens:,} tokens, room for {len(chosen)}: "
+                    f"use windows={len(chosen)}, "
                     "or give more text"
                 )
         other = {"documents"} | ({"max_tokens"} if split == "validation" else set())
@@ -266,8 +267,8 @@ def score(model: LanguageModel, window: Window, length: int, scored: int, *, who
             losses.append(row_losses(out, targets_1T[:, part], model.vocabulary))
             memory = out.memory
     loss_T, counted_T = torch.cat(losses, dim=1)[0].double(), (targets_1T[0, first:] != IGNORED)
-    found = _sums(loss_T[-scored:], counted_T[-scored:])
-    return {**found, "whole": _sums(loss_T, counted_T)} if whole else found
+    sums = _sums(loss_T[-scored:], counted_T[-scored:])
+    return {**sums, "whole": _sums(loss_T, counted_T)} if whole else sums
 
 
 def concluded(
@@ -290,7 +291,7 @@ def concluded(
             length: [[run[_name(treated, length, number)] for number in range(windows)] for run in runs]
             for length in lengths
         }
-        by_length[treated] = {str(length): _mean(found) for length, found in cells.items()}
+        by_length[treated] = {str(length): _mean(sums) for length, sums in cells.items()}
         whole[treated] = _mean([[cell["whole"] for cell in run] for run in cells[lengths[-1]]])
     return {"by_length": by_length, "whole": whole}
 
@@ -301,9 +302,9 @@ def window_losses(runs: Sequence[Mapping[str, Any]], documents: str, length: int
     The mean over windows is the loss in nats per target; a window of few targets counts less. (The bootstrap assumes
     equal numbers of targets.)
     """
-    found = [[run[_name(documents, length, number)] for run in runs] for number in range(windows)]
-    targets = math.fsum(one[0]["targets"] for one in found) / windows
-    return [math.fsum(cell["loss"] for cell in one) / len(one) / targets for one in found]
+    cells = [[run[_name(documents, length, number)] for run in runs] for number in range(windows)]
+    targets = math.fsum(window[0]["targets"] for window in cells) / windows
+    return [math.fsum(cell["loss"] for cell in window) / len(window) / targets for window in cells]
 
 
 def _mean(runs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
@@ -346,9 +347,9 @@ def _drawn(means: Mapping[str, Any], documents: Sequence[str]) -> bytes:
         points = {
             arm: {
                 int(n): (cell["perplexity"], cell["low"], cell["high"])
-                for n, cell in found["by_length"][treated].items()
+                for n, cell in mean["by_length"][treated].items()
             }
-            for arm, found in means.items()
+            for arm, mean in means.items()
         }
         plots.bands(axes, points, "tokens of context and targets", "perplexity of the same targets")
         axes.set_title(treated, fontsize=9)

@@ -124,15 +124,15 @@ def score(model: Any, batch: Sequence[Question]) -> dict[int, Score]:
     out = model(tokens_BT, documents=documents_BT if padded else None, memory=model.start(len(batch)), rows=1)
     target_NM, lengths = _padded([ids for question in batch for ids in question.continuations], device)
     first_N1V = promoted(out.logits).log_softmax(-1).repeat_interleave(each, dim=0)
-    found = [_at(first_N1V, target_NM[:, :1])]
+    parts = [_at(first_N1V, target_NM[:, :1])]
     memory = out.memory.expand(each) if each > 1 and target_NM.shape[1] > 1 else out.memory
     step = max(1, SCRATCH // first_N1V[:, 0].numel())
     for start in range(0, target_NM.shape[1] - 1, step):
         end = min(start + step, target_NM.shape[1] - 1)
         out = model(target_NM[:, start:end], memory=memory)
         memory = out.memory
-        found.append(_at(promoted(out.logits).log_softmax(-1), target_NM[:, start + 1 : end + 1]))
-    logprob_NM, best_NM = (torch.cat(part, dim=1).cpu() for part in zip(*found, strict=True))
+        parts.append(_at(promoted(out.logits).log_softmax(-1), target_NM[:, start + 1 : end + 1]))
+    logprob_NM, best_NM = (torch.cat(part, dim=1).cpu() for part in zip(*parts, strict=True))
     places = [(place, question.cut) for question in batch for place in question.places]
     return {
         place: Score(float(logprob_NM[n, :length].double().sum()), bool(best_NM[n, :length].all()), cut)
@@ -175,10 +175,10 @@ def _fits(batch: Sequence[Question], rows: int) -> bool:
 
 def _padded(ids: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, list[int]]:
     """Return continuations [N, M], filled up on the right, where no earlier position looks, and their lengths."""
-    lengths = [len(one) for one in ids]
+    lengths = [len(sequence) for sequence in ids]
     tokens_NM = torch.zeros(len(ids), max(lengths), dtype=torch.int64)
-    for row, one in zip(tokens_NM, ids, strict=True):
-        row[: len(one)] = torch.tensor(one)
+    for row, sequence in zip(tokens_NM, ids, strict=True):
+        row[: len(sequence)] = torch.tensor(sequence)
     return tokens_NM.to(device), lengths
 
 

@@ -54,7 +54,10 @@ class Measure(ABC):
         elif self.takes_folder:
             place = place / self.file
         in_place = self.output and len(files) == 1
-        results = [self.of(one, place if in_place else self.own_file(one.file)) for one in opened(files, self.device)]
+        results = [
+            self.of(trained, place if in_place else self.own_file(trained.file))
+            for trained in opened(files, self.device)
+        ]
         self.conclude(results, place)
         return results
 

@@ -114,11 +114,11 @@ def by_arm(
         run: returns ``experiment``, ``arm`` and ``seed`` of a result.
     """
     runs = [run(result) for result in results]
-    several = len({one["experiment"] for one in runs}) > 1
+    several = len({facts["experiment"] for facts in runs}) > 1
     arms: dict[str, dict[Any, Any]] = {}
-    for one, result in zip(runs, results, strict=True):
-        seeds = arms.setdefault(f"{one['experiment']}/{one['arm']}" if several else one["arm"], {})
-        seeds[one["seed"] if one["seed"] not in seeds else (one["seed"], len(seeds))] = result
+    for facts, result in zip(runs, results, strict=True):
+        seeds = arms.setdefault(f"{facts['experiment']}/{facts['arm']}" if several else facts["arm"], {})
+        seeds[facts["seed"] if facts["seed"] not in seeds else (facts["seed"], len(seeds))] = result
     return arms
 
 
@@ -143,7 +143,7 @@ def side_by_side(
     grid = [[title, *arms, *columns]]
     for name, label in rows.items():
         cells = [over_seeds(value(result, name) for result in seeds.values()).text(2) for seeds in arms.values()]
-        grid.append([label, *cells, *([f"{one:.2f}" for one in published.get(name, ())] or ["-"] * len(columns))])
+        grid.append([label, *cells, *([f"{score:.2f}" for score in published.get(name, ())] or ["-"] * len(columns))])
     return grid
 
 
@@ -162,10 +162,10 @@ def difference(
         comparable: whether results answer the same questions; if not: ``-``.
     """
     seeds = [seed for seed in first if seed in second]
-    ours, others = ([arm[seed] for seed in seeds] for arm in (first, second))
-    if not seeds or not comparable([*ours, *others]):
+    ours, theirs = ([arm[seed] for seed in seeds] for arm in (first, second))
+    if not seeds or not comparable([*ours, *theirs]):
         return "-"
-    return over_questions(scores(ours), scores(others)).text()
+    return over_questions(scores(ours), scores(theirs)).text()
 
 
 def means(runs: Iterable[Sequence[float]]) -> list[float]:

@@ -121,15 +121,19 @@ class Ruler(Measure):
     def adapted(self, trained: Trained) -> Ruler:
         """Return this measure with the choices of a run that was adapted to these tasks. Given choices stay."""
         data, context = trained.config["data"], trained.config["data"]["context"]
-        own = data if data.get("_target_") == ADAPTED else {}
-        choices = {name: own[name] for name in (*INGREDIENTS, "answers") if own.get(name) and not getattr(self, name)}
+        adapted_data = data if data.get("_target_") == ADAPTED else {}
+        choices = {
+            name: adapted_data[name]
+            for name in (*INGREDIENTS, "answers")
+            if adapted_data.get(name) and not getattr(self, name)
+        }
         if (self.answers or choices.get("answers")) == BOTH:
             raise ConfigError(
                 f"{trained.file} was trained with answers both: use ruler.answers=direct or ruler.answers=cot"
             )
         lengths = self.lengths or (
-            sorted({*trained_lengths(own.get("lengths"), context), context})
-            if own
+            sorted({*trained_lengths(adapted_data.get("lengths"), context), context})
+            if adapted_data
             else [length for length in LENGTHS if length <= context]
         )
         if not lengths:
@@ -137,7 +141,7 @@ class Ruler(Measure):
                 f"the model was trained on {context} tokens and the shortest length of the paper is {LENGTHS[0]}; "
                 "use ruler.lengths=, and ruler.template=short for small models"
             )
-        return replace(self, **choices, lengths=lengths, tasks=self.tasks or own.get("tasks") or ())
+        return replace(self, **choices, lengths=lengths, tasks=self.tasks or adapted_data.get("tasks") or ())
 
     def measure(
         self,
@@ -182,12 +186,12 @@ class Ruler(Measure):
         settings = {"answers": answers, "examples": self.examples, "seed": self.seed, "tokenizer": tokenizer.digest}
         settings |= made.facts()
         results = Results(path, {**settings, **(identity or {})})
-        asked = {f"{task}/{length}": (task, length) for task in tasks for length in lengths}
-        for name in (name for name in asked if name in results.cells):
+        cases = {f"{task}/{length}": (task, length) for task in tasks for length in lengths}
+        for name in (name for name in cases if name in results.cells):
             say(f"{name}: {results.cells[name]['accuracy']:.2f} %, from {path}")
 
         def compute(name: str) -> dict[str, Any]:
-            (task, length), start = asked[name], time.perf_counter()
+            (task, length), start = cases[name], time.perf_counter()
             questions = Questions(task, tokenizer, made)
             samples = [questions.sample(index, length, self.seed) for index in range(self.examples)]
             texts = _answers(
@@ -200,8 +204,8 @@ class Ruler(Measure):
             say(f"{name}: {cell['accuracy']:.2f} % of {self.examples}, {cell['seconds']:.1f} s")
             return {name: {**cell, "samples": sorted(scored, key=lambda sample: sample["index"])}}
 
-        results.fill(asked, lambda name: [name], compute)
-        cells = {name: results.cells[name] for name in asked}  # the file keeps the others too
+        results.fill(cases, lambda name: [name], compute)
+        cells = {name: results.cells[name] for name in cases}  # the file keeps the others too
         marked = [sample["marked"] for cell in cells.values() for sample in cell["samples"]]
         further = {
             "asked": list(cells),
@@ -219,8 +223,8 @@ class Ruler(Measure):
     def written_in(self, folder: Path, run: Mapping[str, Any]) -> dict[str, Any]:
         """Return the asked cells, with the run among the settings."""
         result = self._written(folder)
-        own = {"name": run["experiment"], "arm": run["arm"], "seed": str(run["seed"])}
-        return {**_of_asked(result), "settings": {**result["settings"], "run": own}}
+        identity = {"name": run["experiment"], "arm": run["arm"], "seed": str(run["seed"])}
+        return {**_of_asked(result), "settings": {**result["settings"], "run": identity}}
 
     @staticmethod
     def metrics(written: Result) -> dict[str, float]:
@@ -326,9 +330,9 @@ def _of_asked(result: Result) -> dict[str, Any]:
 
 def _place(file: Path) -> Path:
     """Return the path of a checkpoint's ruler.json: beside it, or of an evaluation after the same run."""
-    own = home(file) / "ruler.json"
-    others = () if own.is_file() else sorted(home(file).parent.glob("*/ruler.json"))
-    return next((path for path in others if _of_weights(path, file)), own)
+    target = home(file) / "ruler.json"
+    neighbours = () if target.is_file() else sorted(home(file).parent.glob("*/ruler.json"))
+    return next((path for path in neighbours if _of_weights(path, file)), target)
 
 
 def _of_weights(path: Path, checkpoint: Path) -> dict[str, Any] | None:
@@ -404,14 +408,14 @@ def tables(arms: Arms, published: Mapping[str, Any]) -> list[Grid]:
 
 
 def _differences(arms: Arms, tasks: Sequence[str], last: str) -> Grid:
-    first, *others = arms
+    first, *later = arms
     wanted: dict[str, Callable[[str, str], bool]] = {
         "Avg.": lambda task, length: True,
         f"at {shown(int(last))}": lambda task, length: length == last,
         **{name: (lambda task, length, name=name: task == name) for name in tasks},
     }
-    rows = [[f"minus {first}, with 95 % interval", *others]]
-    return rows + [[name, *(apart(arms[first], arms[arm], which) for arm in others)] for name, which in wanted.items()]
+    rows = [[f"minus {first}, with 95 % interval", *later]]
+    return rows + [[name, *(apart(arms[first], arms[arm], which) for arm in later)] for name, which in wanted.items()]
 
 
 def apart(first: Mapping[Any, Result], second: Mapping[Any, Result], wanted: Callable[[str, str], bool]) -> str:
@@ -426,7 +430,9 @@ def apart(first: Mapping[Any, Result], second: Mapping[Any, Result], wanted: Cal
 
     def scores(results: list[Result]) -> dict[str, list[float]]:
         cells = [name for name in results[0]["asked"] if wanted(*name.split("/"))]
-        each = [[[sample["score"] for sample in one["cells"][name]["samples"]] for one in results] for name in cells]
+        each = [
+            [[sample["score"] for sample in result["cells"][name]["samples"]] for result in results] for name in cells
+        ]
         return dict(zip(cells, map(means, each), strict=True))
 
     return difference(first, second, scores, comparable)
@@ -466,8 +472,8 @@ def notes(results: Sequence[Result | None], names: Sequence[str]) -> list[str]:
             f"RULER: {len(first['averages']['by_task'])} tasks at {lengths} tokens (the paper: 4K to 64K), "
             f"{first['settings']['examples']} examples of each, answers {answers}."
         )
-        if others := deviations(first["settings"]):
-            lines.append(f"RULER, not as in the benchmark: {'; '.join(others)}.")
+        if changes := deviations(first["settings"]):
+            lines.append(f"RULER, not as in the benchmark: {'; '.join(changes)}.")
     if unmarked := [result["unmarked"] for result in present if result["settings"]["answers"] == "cot"]:
         lines.append(f"Chains of thought without {MARK!r}: {100 * statistics.fmean(unmarked):.1f} %.")
     if not comparable(results):
@@ -504,7 +510,7 @@ def _picture(arms: Arms) -> bytes:
 
     first = next(iter(next(iter(arms.values())).values()))
     drawn = {
-        task or "all tasks": {arm: [lengths(one, task) for one in seeds.values()] for arm, seeds in arms.items()}
+        task or "all tasks": {arm: [lengths(seed, task) for seed in seeds.values()] for arm, seeds in arms.items()}
         for task in (None, *first["averages"]["by_task"])
     }
     figure, panels = plots.figure(columns=2, width=3.8, height=2.6, rows=-(-len(drawn) // 2))

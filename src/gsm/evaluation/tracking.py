@@ -33,13 +33,13 @@ def measure(
         words: number for each length and group, the same for every model.
         seed: of the words; one of ``gsm.data.synthetic.UNSEEN``.
     """
-    found: dict[str, dict[str, float]] = {}
+    accuracies: dict[str, dict[str, float]] = {}
     for number, name in enumerate(task.groups):
         for count in task.test_lengths(length):
             held_out = [task.word(number, np.random.default_rng([seed, count, i]), count) for i in range(words)]
             right_B = last_states(model, held_out, task.answers == "steps")
-            found.setdefault(name, {})[str(count)] = float(right_B.double().mean())
-    return found
+            accuracies.setdefault(name, {})[str(count)] = float(right_B.double().mean())
+    return accuracies
 
 
 @torch.no_grad()

@@ -99,7 +99,7 @@ class Report:
             footnote=f"{FOOTNOTE[0].upper()}{FOOTNOTE[1:]}.",
             pictures=[(_words(name), Markup(picture.svg)) for name, picture in self.pictures.items()],
             about=PICTURES,
-            evaluations=[found for folder in self.folders for found in _evaluations(folder, self.place)],
+            evaluations=[evaluation for folder in self.folders for evaluation in _evaluations(folder, self.place)],
             differences=self._differences(),
             arms=self._arms(),
             configuration=[
@@ -120,8 +120,8 @@ class Report:
         return [next(run for run in self.table.runs if run.arm == row.arm) for row in self.table.rows if row.runs]
 
     def _chosen(self, group: str) -> list[str]:
-        found = (_mapping(run.summary.get("choices")).get(group) for run in self.table.runs)
-        return [str(choice) for choice in found if choice]
+        choices = (_mapping(run.summary.get("choices")).get(group) for run in self.table.runs)
+        return [str(choice) for choice in choices if choice]
 
     def _arms(self) -> list[tuple[str, str]]:
         """Return the overrides of each arm in the experiment's last command."""
@@ -135,34 +135,37 @@ class Report:
 
     def _differences(self) -> Grid:
         """Return the differences of configuration between the arms' first finished runs, by key, below a heading."""
-        known = [_known(run) for run in self._first]
-        keys = dict.fromkeys(key for one in known for key in one)
-        rows = [[key, *(one.get(key, "-") for one in known)] for key in keys]
+        facts = [_known(run) for run in self._first]
+        keys = dict.fromkeys(key for facts_of_run in facts for key in facts_of_run)
+        rows = [[key, *(facts_of_run.get(key, "-") for facts_of_run in facts)] for key in keys]
         return [["key", *(run.arm for run in self._first)], *(row for row in rows if len({*row[1:]}) > 1)]
 
     def _environment(self) -> Grid:
         """Return versions, devices and commits, each with its runs."""
-        found: dict[tuple[str, str], list[str]] = {}
+        by_value: dict[tuple[str, str], list[str]] = {}
         for run in self.table.runs:
             versions = {f"version of {name}": x for name, x in flat(_mapping(run.summary.get("versions"))).items()}
             chosen = {op: str(choice) for op, choice in _mapping(run.summary.get("kernels")).items()}
             facts: dict[str, Any] = {key: run.summary.get(key) for key in ("device", "commit")}
             facts |= {"kernels": kernels(chosen) or None, **versions}
             for key, value in facts.items():
-                found.setdefault((key, "unknown" if value is None else _text(value)), []).append(_name(run))
+                by_value.setdefault((key, "unknown" if value is None else _text(value)), []).append(_name(run))
         every = len(self.table.runs)
         return [
             ["what", "value", "runs"],
-            *([key, value, "all" if len(runs) == every else ", ".join(runs)] for (key, value), runs in found.items()),
+            *(
+                [key, value, "all" if len(runs) == every else ", ".join(runs)]
+                for (key, value), runs in by_value.items()
+            ),
         ]
 
     def _listed(self) -> list[dict[str, str]]:
         """Return every run, in the table's order: its state, steps, duration, folder, and its training command."""
-        known = {run.folder: run for run in self.runs}
+        by_folder = {run.folder: run for run in self.runs}
         order = {run.folder: number for number, run in enumerate(self.table.runs)}
         listed = []
         for folder, state in sorted(self.states.items(), key=lambda one: order.get(one[0], len(order))):
-            run = known.get(folder)
+            run = by_folder.get(folder)
             steps, tokens = (run.value(key) if run else None for key in ("steps", "tokens"))
             listed.append(
                 {
@@ -207,13 +210,14 @@ def _question(experiment: str) -> str:
 
 def _commands(folder: Path) -> list[str]:
     """Return the command that trained the runs of a folder; none where train.py has not started them."""
-    given = _saved(folder / ".hydra/overrides.yaml")
-    if not isinstance(given, list):
+    overrides = _saved(folder / ".hydra/overrides.yaml")
+    if not isinstance(overrides, list):
         return []
-    own = list(map(str, paths.config_folders()[1:]))
-    before = f"GSM_CONFIGS={shlex.quote(os.pathsep.join(own))} " if len(own) > 1 else ""  # Hydra takes one --config-dir
-    flag = ["--config-dir", *own] if len(own) == 1 else []
-    return [before + shlex.join(["python", "train.py", *flag, *map(str, given)])]
+    folders = list(map(str, paths.config_folders()[1:]))
+    # Hydra takes one --config-dir.
+    before = f"GSM_CONFIGS={shlex.quote(os.pathsep.join(folders))} " if len(folders) > 1 else ""
+    flag = ["--config-dir", *folders] if len(folders) == 1 else []
+    return [before + shlex.join(["python", "train.py", *flag, *map(str, overrides)])]
 
 
 def _yamls(run: RunSummary, name: str) -> dict[str, Path]:
@@ -225,12 +229,12 @@ def _yamls(run: RunSummary, name: str) -> dict[str, Path]:
 
 def _known(run: RunSummary) -> dict[str, str]:
     """Return the choices and values of a run's configuration by key; keys of several parts begin with its name."""
-    found = {group: str(choice) for group, choice in _mapping(run.summary.get("choices")).items()}
+    facts = {group: str(choice) for group, choice in _mapping(run.summary.get("choices")).items()}
     for part, file in _yamls(run, "config").items():
         values = flat(_mapping(_saved(file)))
-        own = {key: value for key, value in values.items() if str(key).partition(".")[0] not in OWN}
-        found |= {f"{part}: {key}" if part else str(key): _text(value) for key, value in own.items()}
-    return found
+        settings = {key: value for key, value in values.items() if str(key).partition(".")[0] not in OWN}
+        facts |= {f"{part}: {key}" if part else str(key): _text(value) for key, value in settings.items()}
+    return facts
 
 
 def _seconds(run: RunSummary) -> float:
@@ -243,17 +247,17 @@ def _evaluations(folder: Path, place: Path) -> Iterable[dict[str, Any]]:
     """Yield the tables, notes and pictures of evaluations of several runs together, from the files beside them."""
     for file in sorted(path for path in folder.glob("*.json") if path.is_file()):
         content = read_json(file) if file.stat().st_size <= 64 * LARGEST else None
-        found = (content or {}).get("tables")
-        tables = [grid for grid in found if _is_grid(grid)] if isinstance(found, list) else []
+        grids = (content or {}).get("tables")
+        tables = [grid for grid in grids if _is_grid(grid)] if isinstance(grids, list) else []
         if content is None or not tables:
             continue
         picture, notes = file.with_suffix(".png"), content.get("notes")
-        there = picture.is_file() and picture.stat().st_size <= LARGEST
+        shows = picture.is_file() and picture.stat().st_size <= LARGEST
         yield {
             "name": file.stem,
             "tables": tables,
             "notes": [str(note) for note in notes] if isinstance(notes, list) else [],
-            "picture": base64.b64encode(picture.read_bytes()).decode() if there else "",
+            "picture": base64.b64encode(picture.read_bytes()).decode() if shows else "",
             "file": os.path.relpath(file, place),
             "link": quote(os.path.relpath(file, place)),
         }

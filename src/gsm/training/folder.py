@@ -153,7 +153,7 @@ def _completed(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]
         defaults = {key: taken[key].default for key in new.keys() - old.keys() if key in taken}
         made |= {key: value for key, value in defaults.items() if value is not Parameter.empty}
     both = {key: (old[key], value) for key, value in new.items() if isinstance(old.get(key), Mapping)}
-    return made | {key: _completed(one, two) for key, (one, two) in both.items() if isinstance(two, Mapping)}
+    return made | {key: _completed(first, two) for key, (first, two) in both.items() if isinstance(two, Mapping)}
 
 
 @contextlib.contextmanager
@@ -212,10 +212,10 @@ def _trained_otherwise(
 ) -> list[str]:
     """Return the differences from an earlier training, on ``world`` ranks; a step may be divided otherwise."""
     theirs, before = _config(checkpoint), checkpoint[STATE]["world"]
-    there, here = sequences_a_step(theirs, before), sequences_a_step(config, world)
+    before_step, now_step = sequences_a_step(theirs, before), sequences_a_step(config, world)
     ranks = "" if before == world else f", shared out among {before} and {world}"
-    steps = [] if there == here else [f"sequences a step ({there} there, {here} here{ranks})"]
-    return steps + differences(theirs, config, by_path, divided=there == here)
+    steps = [] if before_step == now_step else [f"sequences a step ({before_step} there, {now_step} here{ranks})"]
+    return steps + differences(theirs, config, by_path, divided=before_step == now_step)
 
 
 def _began_with(
@@ -318,9 +318,9 @@ def _other_data(checkpoint: Mapping[str, Any], fingerprint: Fingerprint | None) 
 
 def _other_weights(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     """Return the weights that a run started from, and would start from now, where their contents differ."""
-    before, here = checkpoint.get("started_from"), weights.begins(config)
-    names = [shortened(digest) if digest else "fresh ones" for digest in (before, here)]
-    return [] if before == here else [f"the weights it starts from ({names[0]} there, {names[1]} here)"]
+    before, now = checkpoint.get("started_from"), weights.begins(config)
+    names = [shortened(digest) if digest else "fresh ones" for digest in (before, now)]
+    return [] if before == now else [f"the weights it starts from ({names[0]} there, {names[1]} here)"]
 
 
 def contents(folder: Path) -> list[Path]:
@@ -352,11 +352,11 @@ def _move_aside(folder: Path, config: Mapping[str, Any]) -> Path | None:
 
     Raises ConfigError for files that are not a run's.
     """
-    found = contents(folder)
-    if not found:
+    content = contents(folder)
+    if not content:
         return None
-    foreign = sorted(path.name for path in found if not LEFT.fullmatch(path.name))
-    if foreign and not any(path.name in MARKS for path in found):
+    foreign = sorted(path.name for path in content if not LEFT.fullmatch(path.name))
+    if foreign and not any(path.name in MARKS for path in content):
         raise ConfigError(
             f"folder={folder} is not allowed because it holds {few(foreign)}, which no run has written. Use an empty "
             "folder=."
@@ -365,6 +365,6 @@ def _move_aside(folder: Path, config: Mapping[str, Any]) -> Path | None:
     taken = {path.name for path in parent.glob("*")} if parent.is_dir() else set()
     target = next(parent / name for n in range(1, len(taken) + 2) if (name := f"{folder.name}-{n}") not in taken)
     target.mkdir(parents=True)
-    for path in sorted(found, key=lambda path: (path.name == "summary.json", path.name != "checkpoints")):
+    for path in sorted(content, key=lambda path: (path.name == "summary.json", path.name != "checkpoints")):
         shutil.move(path, target / path.name)
     return target

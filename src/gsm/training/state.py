@@ -40,13 +40,13 @@ def refuse_other_state(path: Path, task: LanguageModeling, trainer: lightning.Tr
     checkpoint, model = read_checkpoint(path, mmap=True), task.model
     optimizer = task.optimizer.build(model.parameter_groups())
     names = {id(parameter): f"model.{name}" for name, parameter in model.named_parameters()}
-    own = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    ordered = checkpoint.get(shards.FOLDER, {}).get("names", own)  # parts go by the names that they were given
+    trained = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    ordered = checkpoint.get(shards.FOLDER, {}).get("names", trained)  # parts go by the names that they were given
     try:
         tensors = {} if shards.FOLDER in checkpoint else shards.take_apart(checkpoint, ordered)[0]
-        found = shards.kinds(checkpoint, path) if shards.FOLDER in checkpoint else _described(tensors)
-        if len(ordered) != len(own):
-            raise LookupError(f"it is of {len(ordered)} parameters, and this model trains {len(own)}")
+        kinds = shards.kinds(checkpoint, path) if shards.FOLDER in checkpoint else _described(tensors)
+        if len(ordered) != len(trained):
+            raise LookupError(f"it is of {len(ordered)} parameters, and this model trains {len(trained)}")
     except (shards.DamagedParts, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} holds no state of this model's optimiser: {error!r}") from error
     half, state = HALVES.get(precision or ""), model.state_dict().items()
@@ -55,7 +55,7 @@ def refuse_other_state(path: Path, task: LanguageModeling, trainer: lightning.Tr
         for name, x in state
     }
     try:
-        wrong = [*_wrong_tensors(found, wanted | _moments(checkpoint, wanted, ordered))]
+        wrong = [*_wrong_tensors(kinds, wanted | _moments(checkpoint, wanted, ordered))]
         wrong += [*_wrong_settings(checkpoint, optimizer), *_wrong_places(checkpoint, trainer)]
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{path} does not say where its training stood: {error!r}") from error
@@ -110,17 +110,19 @@ def _wrong_settings(checkpoint: Mapping[str, Any], optimizer: torch.optim.Optimi
     """Yield settings of the optimiser and its schedule that differ from the configuration's, and wrong step counts."""
     step = checkpoint["global_step"]
     (state,), (schedule,) = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
-    here = optimizer.state_dict()["param_groups"]
-    if len(state["param_groups"]) != len(here):
-        yield f"the optimiser has {len(state['param_groups'])} groups of parameters, but has to have {len(here)}"
-    for saved, own in zip(state["param_groups"], here, strict=False):
+    groups = optimizer.state_dict()["param_groups"]
+    if len(state["param_groups"]) != len(groups):
+        yield f"the optimiser has {len(state['param_groups'])} groups of parameters, but has to have {len(groups)}"
+    for saved, wanted_group in zip(state["param_groups"], groups, strict=False):
         if type(saved.get("lr")) is not float or not math.isfinite(saved["lr"]):
-            yield f"the optimiser's lr of {own.get('name')} is {saved.get('lr')!r:.40}, but has to be a number"
-        for key in sorted(own.keys() - {"lr", "initial_lr"}):
-            if saved.get(key) != own[key] and not (isinstance(own[key], tuple) and list(own[key]) == saved.get(key)):
-                there, wanted = f"{saved.get(key)!r:.40}", f"{own[key]!r:.40}"
-                yield f"the optimiser's {key} of {own.get('name')} is {there}, but has to be {wanted}"
-    if schedule["base_lrs"] != [group["lr"] for group in here]:
+            yield f"the optimiser's lr of {wanted_group.get('name')} is {saved.get('lr')!r:.40}, but has to be a number"
+        for key in sorted(wanted_group.keys() - {"lr", "initial_lr"}):
+            if saved.get(key) != wanted_group[key] and not (
+                isinstance(wanted_group[key], tuple) and list(wanted_group[key]) == saved.get(key)
+            ):
+                actual, wanted = f"{saved.get(key)!r:.40}", f"{wanted_group[key]!r:.40}"
+                yield f"the optimiser's {key} of {wanted_group.get('name')} is {actual}, but has to be {wanted}"
+    if schedule["base_lrs"] != [group["lr"] for group in groups]:
         yield f"the schedule's base_lrs is {schedule['base_lrs']!r:.60}"
     if schedule["last_epoch"] != step:
         yield f"the schedule stands at {schedule['last_epoch']!r:.20}, but the run at step {step!r:.20}"
@@ -137,13 +139,13 @@ def _wrong_places(checkpoint: Mapping[str, Any], trainer: lightning.Trainer) -> 
             yield from _unlike(callback.state_dict(), checkpoint["callbacks"][callback.state_key], "callbacks")
     states = checkpoint.get(STATE, {}).get("random")
     if states is not None:
-        cpu, here = torch.device("cpu"), random_states(torch.device("cpu"))
+        cpu, states_before = torch.device("cpu"), random_states(torch.device("cpu"))
         try:
             restore_random_states(states, cpu)
         except Exception as error:  # whatever PyTorch, Python and numpy say to it
             yield f"{STATE}.random cannot be taken up ({error!r:.80})"
         finally:
-            restore_random_states(here, cpu)
+            restore_random_states(states_before, cpu)
 
 
 def _unlike(own: Any, saved: Any, place: str) -> Iterator[str]:

@@ -234,12 +234,14 @@ def meet(config: Mapping[str, Any]) -> None:
         ranks.refuse_leftover(_is_alone(chosen))
     if environment is None or environment.world_size() == 1 or torch.distributed.is_initialized():
         return
-    own = strategy if isinstance(strategy, Mapping) else {}
-    backend = _with_backend(own, chosen.get("accelerator"))["process_group_backend"]
+    options = strategy if isinstance(strategy, Mapping) else {}
+    backend = _with_backend(options, chosen.get("accelerator"))["process_group_backend"]
     devices = chosen.get("devices", "auto")
     are_the_first = devices == "auto" or isinstance(devices, int)
     os.environ |= {"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)}
-    patience = instantiate(own["timeout"], "trainer.strategy.timeout") if own.get("timeout") else default_pg_timeout
+    patience = (
+        instantiate(options["timeout"], "trainer.strategy.timeout") if options.get("timeout") else default_pg_timeout
+    )
     try:
         torch.distributed.init_process_group(
             backend,
@@ -312,14 +314,14 @@ def refuse_shared_experts(trainer: lightning.Trainer, task: LanguageModeling, ra
 
 def _other_devices(parts: Sequence[Experts], ranks: int, world: int) -> str:
     """What to say instead where so many devices cannot divide the experts: nearest to what was asked for."""
-    said = f"{world} devices can only leave experts undivided; say 1"
+    sentence = f"{world} devices can only leave experts undivided; say 1"
     fitting = [(ranks, n) for n in range(2, max(world, ranks) + 1) if ranks in ways_to_divide(parts, n)]
     if not fitting:
         fitting = [(ways[-1], n) for n in range(2, world) if len(ways := ways_to_divide(parts, n)) > 1]
     if not fitting:
-        return said
+        return sentence
     number, devices = fitting[-1]
-    return f"{said}, or take {devices} devices" + (f" and say {number}" if number != ranks else "")
+    return f"{sentence}, or take {devices} devices" + (f" and say {number}" if number != ranks else "")
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -341,8 +343,8 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     if chosen.get("precision") == "auto":
         chosen["precision"] = best_precision(chosen.get("accelerator"))
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has started the processes already, and says how many
-        here, all_ranks = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
-        chosen |= {"devices": here, "num_nodes": all_ranks // here}
+        devices, all_ranks = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+        chosen |= {"devices": devices, "num_nodes": all_ranks // devices}
     if "process_group_backend" in (chosen.get("strategy") or ""):
         chosen["strategy"] = _with_backend(chosen["strategy"], chosen.get("accelerator"))
     return chosen

@@ -54,8 +54,8 @@ def describe_start(path: str) -> str:
 def begins(config: Mapping[str, Any]) -> str | None:
     """Return the `digest` of the checkpoint that a run starts from, marked where the run is a branch. Raises as
     `digest`."""
-    known = digest(config.get("start_from"))
-    return f"{known} and its optimiser" if known and is_branch(config) else known
+    origin = digest(config.get("start_from"))
+    return f"{origin} and its optimiser" if origin and is_branch(config) else origin
 
 
 def is_branch(config: Mapping[str, Any]) -> bool:
@@ -65,6 +65,6 @@ def is_branch(config: Mapping[str, Any]) -> bool:
 
 def _other_fields(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     """The fields of the model that two configurations differ in, for an error."""
-    there = flat(checkpoint["hyper_parameters"]["config"]["model"], "model.")
-    here = flat(config["model"], "model.")
-    return contrast(there, here, sorted(there.keys() | here.keys(), key=lambda key: (".geometry." in key, key)))
+    saved = flat(checkpoint["hyper_parameters"]["config"]["model"], "model.")
+    chosen = flat(config["model"], "model.")
+    return contrast(saved, chosen, sorted(saved.keys() | chosen.keys(), key=lambda key: (".geometry." in key, key)))

@@ -81,10 +81,10 @@ def _load(vectors_at, factor, sizes, start, count, cos_at, sin_at, natural, last
     for r in range(count):
         cos, sin = cos_at + 4 * (start + r) * pairs, sin_at + 4 * (start + r) * pairs
         for m in range(r * heads, (r + 1) * heads):
-            given = floats(vectors_at + 4 * (start * heads + m) * channels, (channels,))
+            source = floats(vectors_at + 4 * (start * heads + m) * channels, (channels,))
             vector = floats(natural + 4 * m * wide, (channels,))
             for c in range(channels):
-                vector[c] = given[c] * factor
+                vector[c] = source[c] * factor
             _turn(natural + 4 * m * wide, channels, pairs, cos, sin, ONE)
     vector, turned = floats(natural, (count * heads, wide)), floats(last, (channels, stride))
     for c in range(channels):
@@ -251,19 +251,19 @@ def forward(
     lanes, _, wide, _ = _shape(sizes)
     blocks, memory = -(-rows // queries), np.zeros((lanes, wide), np.float32)
     mixed = np.int64(memory.ctypes.data)
-    kept, room = _room(sizes, sink_at)
+    lane_numbers, room = _room(sizes, sink_at)
     picked, score, table = room[3:]
     total = floats(table + 4 * TOTAL * lanes, (lanes,))
-    given = (query_at, window_at, bank_at, index_at, bias_at, position_at, cos_at, sin_at)
+    addresses = (query_at, window_at, bank_at, index_at, bias_at, position_at, cos_at, sin_at)
     for item in range(first, last):
         batch, row = item // blocks, item % blocks * queries
         count = min(queries, rows - row)
-        _, near, near_at = _weights(sizes, batch, row, count, given, room)
+        _, near, near_at = _weights(sizes, batch, row, count, addresses, room)
         _mix(sizes, count, near, near_at, picked, score, mixed)
         for m in range(lanes):
             total[m] = ONE / total[m]
         _write(mixed, table + 4 * TOTAL * lanes, sizes, batch * rows + row, count, cos_at, sin_at, out_at)
-    kept[0], memory[0, 0] = ZERO, ZERO  # an array of which only the address is used would be freed
+    lane_numbers[0], memory[0, 0] = ZERO, ZERO  # an array of which only the address is used would be freed
 
 
 @part
@@ -323,7 +323,7 @@ def backward(
     sizes = (rows, entries, heads, channels, pairs, width, slots, picks, queries, window_step, window_size, bank_step,
              bank_size)  # fmt: skip
     lanes, stride, wide, reach = _shape(sizes)
-    kept, room = _room(sizes, sink_at)
+    lane_numbers, room = _room(sizes, sink_at)
     query, _, _, picked, score, table = room
     vectors, turned, scores = lanes * wide, channels * stride, (reach + picks) * stride
     memory = np.zeros(2 * vectors + turned + scores + picks * wide + lanes, np.float32)
@@ -335,7 +335,7 @@ def backward(
     factor = pick_grad + 4 * picks * wide
     memory[-lanes:] = ONE / np.sqrt(np.float32(channels))
     lane = floats(table, (6, lanes))
-    given = (query_at, window_at, bank_at, index_at, bias_at, position_at, cos_at, sin_at)
+    addresses = (query_at, window_at, bank_at, index_at, bias_at, position_at, cos_at, sin_at)
     for item in range(first, last):
         batch, part = item // parts, item % parts
         since = max(entries - rows + part * part_rows - (min(width, entries) - 1), 0)
@@ -344,7 +344,7 @@ def backward(
         end = min((part + 1) * part_rows, rows)
         for row in range(part * part_rows, end, queries):
             count, start = min(queries, end - row), batch * rows + row
-            low, near, near_at = _weights(sizes, batch, row, count, given, room)
+            low, near, near_at = _weights(sizes, batch, row, count, addresses, room)
             _load(out_grad_at, ONE, sizes, start, count, cos_at, sin_at, grads, grads_last)
             _products(sizes, count, near, near_at, picked, grads_last, grad)
             _score_grad(near, picks, lanes, stride, score, grad, table)
@@ -360,4 +360,4 @@ def backward(
             if picks:
                 far, weight = grad + 4 * near * stride, score + 4 * near * stride
                 _add_picks(sizes, start, count, index_at, far, weight, query, grads, pick_grad, bank_grad, bias_grad_at)
-    kept[0], memory[0] = ZERO, ZERO  # an array of which only the address is used would be freed
+    lane_numbers[0], memory[0] = ZERO, ZERO  # an array of which only the address is used would be freed

@@ -49,9 +49,9 @@ def _coefficients(first, count, number_NC, bias_C, scale_3, rounds, eps, gate, m
                 total += matrix[j * X + k, n]
             for k in range(X):
                 matrix[j * X + k, n] = matrix[j * X + k, n] / total + eps
-    kept = divisor.shape[0] > 1
+    keeps_divisors = divisor.shape[0] > 1
     for step in range(2 * rounds - 1):
-        row = step if kept else 0
+        row = step if keeps_divisors else 0
         if step % 2 == 0:  # columns, by their sums over sources
             for k in range(X):
                 for n in range(GROUP):
@@ -169,14 +169,14 @@ def backward(
         for n in range(count):
             t = start + n
             for j in range(X + 1):
-                one = streams[t, j] if j < X else update[t]
+                row = streams[t, j] if j < X else update[t]
                 p0, p1, p2, p3, p4 = ZERO, ZERO, ZERO, ZERO, ZERO
                 for i in range(width):
-                    p0 += one[i] * left_grad[t, 0, i]
-                    p1 += one[i] * left_grad[t, 1, i]
-                    p2 += one[i] * left_grad[t, 2, i]
-                    p3 += one[i] * left_grad[t, 3, i]
-                    p4 += one[i] * mixed_grad[t, i]
+                    p0 += row[i] * left_grad[t, 0, i]
+                    p1 += row[i] * left_grad[t, 1, i]
+                    p2 += row[i] * left_grad[t, 2, i]
+                    p3 += row[i] * left_grad[t, 3, i]
+                    p4 += row[i] * mixed_grad[t, i]
                 product[j, 0], product[j, 1], product[j, 2], product[j, 3], product[j, 4] = p0, p1, p2, p3, p4
             for k in range(X):
                 read = gate[k, n] + hc_eps
@@ -204,7 +204,7 @@ def backward(
             # number = phi . x / rms(x): x is pulled towards the rows of phi and, through the rms, along itself.
             along *= -inverse_N[t] * inverse_N[t] / np.float32(X * width)
             for j in range(X + 1):
-                one, out = (streams[t, j], streams_grad[t, j]) if j < X else (update[t], update_grad[t])
+                row, out = (streams[t, j], streams_grad[t, j]) if j < X else (update[t], update_grad[t])
                 itself = along if j < X else ZERO
                 w0 = matrix[j * X, n] if j < X else TWO * gate[X, n]
                 w1 = matrix[j * X + 1, n] if j < X else TWO * gate[X + 1, n]
@@ -215,4 +215,4 @@ def backward(
                 for i in range(width):
                     value = w0 * left_grad[t, 0, i] + w1 * left_grad[t, 1, i] + w2 * left_grad[t, 2, i]
                     value += w3 * left_grad[t, 3, i] + w4 * mixed_grad[t, i]
-                    out[i] = value + itself * one[i]
+                    out[i] = value + itself * row[i]
