@@ -87,42 +87,36 @@ def _entries(x: Tensor) -> Tensor:
 
 
 def _forward(*arguments) -> Tensor:
-    query, loop_arguments = arguments[0], _given(*arguments)
+    query, call = arguments[0], _given(*arguments)
     out = query.new_empty(query.shape, dtype=torch.float32)
-    blocks = query.shape[0] * -(-loop_arguments.rows // loop_arguments.queries)
-    run(loops("attend").forward, blocks, *loop_arguments, out, least=loop_arguments.least)
+    blocks = query.shape[0] * -(-call.rows // call.queries)
+    run(loops("attend").forward, blocks, *call, out, least=call.least)
     return in_dtype(out, query.dtype)
 
 
 def _backward(grad, *arguments):
     """The gradients of `Inputs.learned`; without elements where there is no bank or bias."""
-    inputs, loop_arguments = Inputs(*arguments), _given(*arguments)
-    batch, channels, reach = len(grad), loop_arguments.channels, min(loop_arguments.width, loop_arguments.entries) - 1
-    parts = max(1, min(PARTS // max(batch, 1), loop_arguments.rows // PART))
-    rows = -(-loop_arguments.rows // (parts * loop_arguments.queries)) * loop_arguments.queries
-    parts, padded = -(-loop_arguments.rows // max(rows, 1)), -(-channels // 16) * 16
+    inputs, call = Inputs(*arguments), _given(*arguments)
+    batch, channels, reach = len(grad), call.channels, min(call.width, call.entries) - 1
+    parts = max(1, min(PARTS // max(batch, 1), call.rows // PART))
+    rows = -(-call.rows // (parts * call.queries)) * call.queries
+    parts, padded = -(-call.rows // max(rows, 1)), -(-channels // 16) * 16
     zeros = partial(grad.new_zeros, dtype=torch.float32)
     query_grad = grad.new_empty(grad.shape, dtype=torch.float32)
-    window_parts = zeros((batch, parts, min(rows + reach, loop_arguments.entries), padded))
-    sink_parts, bank_parts = (
-        zeros((batch, parts, loop_arguments.heads)),
-        zeros((batch, parts, loop_arguments.slots, padded)),
-    )
-    biased = loop_arguments.picks and inputs.bias_BRK is not None
+    window_parts = zeros((batch, parts, min(rows + reach, call.entries), padded))
+    sink_parts, bank_parts = zeros((batch, parts, call.heads)), zeros((batch, parts, call.slots, padded))
+    biased = call.picks and inputs.bias_BRK is not None
     bias_grad = zeros(0 if inputs.bias_BRK is None else inputs.bias_BRK.shape)
     written = (query_grad, window_parts, sink_parts, bank_parts, bias_grad if biased else 0)
-    sizes, least = (
-        (parts, rows, window_parts.shape[2]),
-        -(-loop_arguments.least // max(rows // loop_arguments.queries, 1)),
-    )
-    run(loops("attend").backward, batch * parts, *loop_arguments, *sizes, wide(grad), *written, least=least)
+    sizes, least = (parts, rows, window_parts.shape[2]), -(-call.least // max(rows // call.queries, 1))
+    run(loops("attend").backward, batch * parts, *call, *sizes, wide(grad), *written, least=least)
     window_grad = zeros(inputs.window_BEC.shape)
     for part in range(parts):
-        first = max(loop_arguments.entries - loop_arguments.rows + part * rows - reach, 0)
+        first = max(call.entries - call.rows + part * rows - reach, 0)
         into = window_grad[:, first : first + window_parts.shape[2]]
         into += window_parts[:, part, : into.shape[1], :channels]
     bank_grad = zeros(0 if inputs.bank_BFC is None else inputs.bank_BFC.shape)
-    bank_grad = _sum(bank_parts)[..., :channels] if loop_arguments.picks else bank_grad
+    bank_grad = _sum(bank_parts)[..., :channels] if call.picks else bank_grad
     grads = (query_grad, window_grad, _sum(sink_parts).sum(0), bank_grad, bias_grad)
     pairs = zip(grads, inputs.learned, strict=True)
     return tuple([grad.new_empty(0) if like is None else x.to(like.dtype).contiguous() for x, like in pairs])
