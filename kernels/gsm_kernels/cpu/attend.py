@@ -1,7 +1,7 @@
 """Attention over a window and a selection on a CPU: compiled loops.
 
-Backward keeps nothing but the inputs and computes the softmax again. What it adds to entries of window and bank, it
-adds up by parts of the rows, which do not depend on the number of threads, and then part by part.
+Backward keeps nothing but the inputs and computes the softmax again. Gradients of window and bank entries are first
+summed over parts of the rows, then over the parts. The parts do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def attend(inputs: Inputs) -> Tensor:
 
 
 class _Given(NamedTuple):
-    """What both loops are given first, in their order."""
+    """The first arguments of both loops, in their order."""
 
     rows: int
     entries: int
@@ -79,8 +79,8 @@ def _given(query, window, position, width, sink, cos, sin, bank, index, bias) ->
 
 
 def _entries(x: Tensor) -> Tensor:
-    """The same, in float32 or bfloat16, without gaps inside a sequence: a loop reads both, so that of a memory nothing
-    is converted or copied but what is attended to."""
+    """Return the same in float32 or bfloat16, without gaps inside a sequence. A loop reads both dtypes, so a memory is
+    not converted, and nothing is copied but the entries attended to."""
     x = x if x.dtype in (torch.float32, torch.bfloat16) else x.to(torch.float32)
     _, step, last = x.stride()
     return x if last == 1 and step == x.shape[2] else x.contiguous()

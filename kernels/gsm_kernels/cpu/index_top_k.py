@@ -1,4 +1,4 @@
-"""The choice of slots on a CPU: what heads fire by PyTorch's matrix product, the rest by compiled loops, row by row."""
+"""The choice of slots on a CPU: products by PyTorch's matrix product, the rest by compiled loops, row by row."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def _blocks(*arguments: Any) -> Tensor:
 
 
 def _chosen(loop: Any, inputs: Inputs, numbers: tuple[int, ...], tensors: tuple[Any, ...]) -> Tensor:
-    """What a loop chooses for every row, k of them; rows in chunks whose products fit the scratch memory, each with the
-    slots up to the last one that it sees: in a long text half of all, in a bank with room ahead what is written. Not
-    where notes are taken: in a repeat more of them are."""
+    """Return the k choices of a loop for every row. Rows are taken in chunks with products that fit the scratch memory.
+    A chunk has the slots up to the last that it sees: in a long text half of all, in a bank with free room the written
+    ones. While a call is recorded, a chunk has all slots: at a repetition more of them are visible."""
     batch, rows, heads, width = inputs.query_BRJI.shape
     query_BRJI, weight_BRJ, key_BFI = (at_least_float32(x) for x in inputs[:3])
     weight_BRJ, slots = weight_BRJ.contiguous(), key_BFI.shape[1]

@@ -34,7 +34,7 @@ def mhc_boundary(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _forward(streams_BRXD, update_BRD, phi, bias, scale, rounds, eps, hc_eps):
-    """Both results, and what backward needs of a token: numbers and inverse rms."""
+    """Return both results, and a token's tensors for backward: numbers and inverse rms."""
     streams, update, phi, bias, scale = map(wide, (streams_BRXD, update_BRD, phi, bias, scale))
     tokens, width = update.shape[:2].numel(), update.shape[2]
     number = linear(streams.view(tokens, STREAMS * width), phi)

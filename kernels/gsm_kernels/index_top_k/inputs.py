@@ -1,4 +1,4 @@
-"""What `index_top_k` and `candidate_pool` are called with."""
+"""The arguments of `index_top_k` and `candidate_pool`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..shapes import agree, require
 
 
 class Inputs(NamedTuple):
-    """The parameters of `gsm_kernels.index_top_k`, which tells what they are. `candidate_pool` chooses k blocks."""
+    """The parameters of `gsm_kernels.index_top_k`, described there. `candidate_pool` chooses k blocks."""
 
     query_BRJI: Tensor
     weight_BRJ: Tensor
@@ -24,7 +24,7 @@ class Inputs(NamedTuple):
 
     @property
     def indexer(self) -> Indexer:
-        """What scores are computed from."""
+        """The inputs of the scores."""
         return Indexer(*self[:3])
 
 

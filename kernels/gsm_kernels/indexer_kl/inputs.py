@@ -1,4 +1,4 @@
-"""What `indexer_kl` is called with, and what it returns."""
+"""The arguments and the result of `indexer_kl`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEACHER = ("query_BRHC", "window_BEC", "sink_H", "cos_BRP", "sin_BRP", "bank_BFC
 
 
 class IndexerLoss(NamedTuple):
-    """What `indexer_kl` returns: the loss, and the share of the teacher's mass that the selection holds (no
+    """The result of `indexer_kl`: the loss, and the share of the teacher's mass that the selection holds (no
     gradient)."""
 
     loss: Tensor
@@ -23,7 +23,7 @@ class IndexerLoss(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The parameters of `gsm_kernels.indexer_kl`, which tells what they are."""
+    """The parameters of `gsm_kernels.indexer_kl`, described there."""
 
     query_BRHC: Tensor
     window_BEC: Tensor
@@ -45,12 +45,12 @@ class Inputs(NamedTuple):
 
     @property
     def indexer(self) -> Indexer:
-        """What learns: the only inputs with a gradient."""
+        """The only inputs with a gradient."""
         return Indexer(self.index_query_BRJI, self.index_weight_BRJ, self.index_key_BFI)
 
     @property
     def attention(self) -> Attention:
-        """What the teacher reads."""
+        """The teacher's inputs."""
         return Attention(*self[:8], index_BRK=None)
 
     @property

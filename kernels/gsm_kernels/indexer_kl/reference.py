@@ -27,7 +27,8 @@ def indexer_kl(inputs: Inputs) -> IndexerLoss:
 class _IndexerKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
-        """Of the fields of `Inputs` and whether gradients are wanted: loss and recall, scalars in float32 or wider."""
+        """Return loss and recall, scalars in float32 or wider, from the fields of `Inputs` and whether to compute
+        gradients."""
         *given, wants_grad = arguments
         inputs = Inputs(*given)
         sums = _Sums(inputs.indexer, wants_grad)
@@ -49,12 +50,12 @@ class _IndexerKL(torch.autograd.Function):
 
 
 def indexer_gradients(query: Tensor | None = None, weight: Tensor | None = None, key: Tensor | None = None) -> tuple:
-    """What a backward returns for `Inputs`."""
+    """Return the gradients of a backward, for the fields of `Inputs`."""
     return gradients(Inputs, index_query_BRJI=query, index_weight_BRJ=weight, index_key_BFI=key)
 
 
 class _Sums:
-    """What the chunks add up to: loss, teacher mass held, rows that see a slot, and the gradients if wanted."""
+    """Return the sums over chunks: loss, teacher mass held, rows that see a slot, and the gradients if wanted."""
 
     def __init__(self, indexer: Indexer, wants_grad: bool) -> None:
         wide, device = torch.promote_types(indexer.query_BRJI.dtype, torch.float32), indexer.query_BRJI.device
@@ -87,7 +88,7 @@ def _add_chunk(sums: _Sums, inputs: Inputs, rows: slice) -> None:
 
 
 def _compared(inputs: Inputs, rows: slice) -> Tensor:
-    """Which slots, of the bank or of the selection, teacher and indexer are compared over, bool [B,R,G]."""
+    """Return the slots, of the bank or of the selection, over which teacher and indexer are compared, bool [B,R,G]."""
     if not inputs.dense:
         return inputs.index_BRK[:, rows] >= 0
     pool = None if inputs.pool_BRN is None else inputs.pool_BRN[:, rows]

@@ -1,4 +1,4 @@
-"""What `mhc_boundary` is called with."""
+"""The arguments of `mhc_boundary`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LEARNED = ("streams_BRXD", "update_BRD", "phi", "bias", "scale")  # the inputs t
 
 
 class Inputs(NamedTuple):
-    """The parameters of `gsm_kernels.mhc_boundary`, which tells what they are."""
+    """The parameters of `gsm_kernels.mhc_boundary`, described there."""
 
     streams_BRXD: Tensor
     update_BRD: Tensor

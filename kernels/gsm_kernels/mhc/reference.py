@@ -23,7 +23,7 @@ def mhc_boundary(inputs: Inputs) -> tuple[Tensor, Tensor]:
 class _Boundary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, streams_BRXD, update_BRD, phi, bias, scale, rounds, eps, hc_eps):
-        """The streams [B,R,X,D] and what is read of them [B,R,D], both in the dtype of the streams."""
+        """Return the streams [B,R,X,D] and the next site's reading [B,R,D], both in the dtype of the streams."""
         streams, update = _folded(streams_BRXD, 2), _folded(update_BRD, 1)
         flat_ND, count = streams.flatten(1), streams.shape[1]
         inverse_N = torch.linalg.vector_norm(flat_ND, dim=1).square_().div_(flat_ND.shape[1]).add_(eps).rsqrt_()
@@ -70,7 +70,7 @@ def _gradients(
     streams, update, mixed_grad = _folded(streams_BRXD, 2), _folded(update_BRD, 1), _folded(mixed_grad_BRD, 1)
     count = streams.shape[1]
     read_grad_XN = torch.bmm(mixed_grad[:, None], _folded(left_BRXD, 2).mT)[:, 0].T
-    # What reaches the streams that leave: from further on, and from the next site's reading of them.
+    # Gradient of the streams that leave: from later parts, and from the next site's reading of them.
     read_NX = (gate_gN[:count] + hc_eps).T.contiguous()
     grad = torch.addcmul(_folded(left_grad_BRXD, 2), read_NX[:, :, None], mixed_grad[:, None])
     write_grad_XN = torch.bmm(update[:, None], grad.mT)[:, 0].T * 2

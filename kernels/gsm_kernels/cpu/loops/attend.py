@@ -1,14 +1,14 @@
 """The loops behind `gsm_kernels.attend` and `attend_band` on a CPU.
 
 A block is a few neighbouring queries; its lanes are their heads, query by query, so that one instruction works on
-eight of them or more. Scores lie with the lanes last, entry by entry: first those of the window of all the block's
-queries, then those of the picks, which are other entries for every query. So maxima and sums are taken lane by lane,
-and all products are those of `multiply`, which reads entries as they lie.
+eight of them or more. Scores lie with the lanes last, entry by entry: first the scores of the window of all the block's
+queries, then the scores of the picks, which are different entries for every query. So maxima and sums are taken lane by
+lane, and `multiply` computes all products; it reads entries as they lie.
 
     score[i, m]         = window[low + i] . query[m]                -inf where the row does not see the entry
     score[near + k, m]  = bank[index[m's query, k]] . query[m]      -inf where there is no entry
 
-Backward computes the softmax again. With g the rotated gradient of what was mixed, weights p and entries e,
+Backward computes the softmax again. With g the rotated gradient of the mixture, weights p and entries e,
 
     d score = p (e . g - sum p e . g)      d query = sum d score e      d e = sum over lanes d score query + p g
 """
@@ -20,10 +20,10 @@ import numpy as np
 from ..arrays import add, exp, floats, integers, multiply, read
 from ..native import compiled, part
 
-LANES = 32  # of which a loop has a constant number
-PART = 128  # entries that are mixed at a time: so many stay in the nearest cache
+LANES = 32  # a loop has a constant number of lanes
+PART = 128  # entries that are mixed at a time: this number stays in the nearest cache
 ZERO, ONE = np.float32(0), np.float32(1)
-# What `multiply` is given: for a number written in Python it would be compiled once more.
+# Constants for `multiply`: it would be compiled once more for a number written in Python.
 UNIT, NEW, MORE = np.int64(1), np.bool_(False), np.bool_(True)
 NOTHING, LOWEST = np.float32(-np.inf), np.float32(-1e30)  # the second: a sink's, so that a maximum is finite
 
@@ -43,8 +43,8 @@ def _shape(sizes):
 
 @part
 def _room(sizes, sink_at):
-    """Memory for a block's weights: the array, and in it the addresses of the queries, vector by vector and with the
-    lanes last; copies of the window's entries, and of the picks; the scores; and what is kept of the lanes."""
+    """Return memory for a block's weights: the array, and the addresses in it of the queries, vector by vector and with
+    the lanes last; of copies of the window's entries, and of the picks; of the scores; and of the lanes' numbers."""
     lanes, stride, wide, reach = _shape(sizes)
     heads, channels, picks, queries = sizes[2], sizes[3], sizes[7], sizes[8]
     vectors, turned, window, bank = lanes * wide, channels * stride, reach * wide, queries * picks * wide
@@ -111,8 +111,8 @@ def _write(mixed, factor, sizes, start, count, cos_at, sin_at, vectors_at):
 
 @part
 def _reach(sizes, batch, row, count, position_at, table):
-    """The first entry that the block sees, and how many there are; and those that each lane sees, counted from that
-    one: the first is after the last where there are none."""
+    """Return the first entry that the block sees, and the number of them. Write the first and the last entry that each
+    lane sees, counted from the block's first: the first is after the last where the lane sees none."""
     rows, entries, heads, width = sizes[0], sizes[1], sizes[2], sizes[5]
     lanes, _, _, _ = _shape(sizes)
     position, lane = integers(position_at + 8 * (batch * rows + row), (count,)), floats(table, (6, lanes))
@@ -186,7 +186,7 @@ def _mix(sizes, count, near, near_at, picked, weight_at, mixed):
 
 @part
 def _pick(sizes, batch, start, count, bank_at, index_at, picked):
-    """Copies the entries that a block's rows have picked; for those that are none, the first."""
+    """Copies the entries that a block's rows have picked; in place of a missing pick, the first entry."""
     channels, slots, picks, bank_step, bank_size = sizes[3], sizes[6], sizes[7], sizes[11], sizes[12]
     _, _, wide, _ = _shape(sizes)
     index, bank = integers(index_at + 8 * start * picks, (count * picks,)), bank_at + batch * bank_step * bank_size
@@ -197,7 +197,7 @@ def _pick(sizes, batch, start, count, bank_at, index_at, picked):
 
 @part
 def _hide(sizes, start, count, index_at, bias_at, score_at):
-    """Adds the bias to the picks' scores, and hides those that are none, and those of lanes without a query."""
+    """Adds the bias to the picks' scores, and hides missing picks, and the scores of lanes without a query."""
     heads, slots, picks = sizes[2], sizes[6], sizes[7]
     lanes, stride, _, _ = _shape(sizes)
     score, index = floats(score_at, (picks, stride)), integers(index_at + 8 * start * picks, (count, picks))
@@ -245,7 +245,7 @@ def forward(
     first, last, rows, entries, heads, channels, pairs, width, slots, picks, queries, window_step, window_size,
     bank_step, bank_size, query_at, window_at, bank_at, index_at, bias_at, position_at, cos_at, sin_at, sink_at, out_at,
 ):  # fmt: skip
-    """What blocks of queries take; blocks are those of a sequence, then those of the next."""
+    """Writes the outputs of blocks of queries. The blocks of a sequence come one after the other, then the next's."""
     sizes = (rows, entries, heads, channels, pairs, width, slots, picks, queries, window_step, window_size, bank_step,
              bank_size)  # fmt: skip
     lanes, _, wide, _ = _shape(sizes)
@@ -291,7 +291,7 @@ def _score_grad(near, far, lanes, stride, score_at, grad_at, table):
 
 @part
 def _add_picks(sizes, start, count, index_at, grad, score, query, given, into, bank_grad_at, bias_grad_at):
-    """Adds to the gradients of the bank what the picks of a block's rows tell of it; writes those of the bias."""
+    """Adds the picks of a block's rows to the gradients of the bank; writes the gradients of the bias."""
     heads, channels, slots, picks = sizes[2], sizes[3], sizes[6], sizes[7]
     _, stride, wide, _ = _shape(sizes)
     index, grads = integers(index_at + 8 * start * picks, (count, picks)), floats(grad, (picks, stride))
@@ -318,8 +318,8 @@ def backward(
     parts, part_rows, part_entries, out_grad_at, query_grad_at, window_grad_at, sink_grad_at, bank_grad_at,
     bias_grad_at,
 ):  # fmt: skip
-    """The gradients of parts of sequences. Those of entries and sink are added to what is there, each part's elsewhere;
-    a part's window begins at the first entry that its rows may see."""
+    """Writes the gradients of parts of sequences. Gradients of entries and sink are added to a separate buffer for each
+    part; a part's window begins at the first entry that its rows may see."""
     sizes = (rows, entries, heads, channels, pairs, width, slots, picks, queries, window_step, window_size, bank_step,
              bank_size)  # fmt: skip
     lanes, stride, wide, reach = _shape(sizes)

@@ -1,8 +1,8 @@
-"""Index scores of a row, of what its heads have fired, and the exact choice among them.
+"""Index scores of a row, from the products of its heads, and the exact choice among them.
 
-Slots are dealt to lanes, eight times as many as are chosen; the k-th highest of the lanes' maxima is a bound, and only
-scores that reach it are partitioned, to find the k-th highest. A sweep in ascending order then takes what lies above
-that, and of its equals the first. Both sweeps pass over runs of slots in which nothing is high enough.
+Slots are dealt to lanes; there are eight times as many lanes as choices. The k-th highest of the lanes' maxima is a
+bound. Only scores that reach it are partitioned, to find the k-th highest score. A sweep in ascending order then takes
+all slots with higher scores, and the first slots with an equal score. Both sweeps pass over runs without a high score.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..native import compiled, part
 RUN = 32  # slots that are looked at together
 LANES = 8  # for each slot that is chosen: with 8, a bound lets 7 % more pass than it should
 HEADS = 4  # that are read together
-LOWEST = np.float32(np.finfo(np.float32).min)  # of what can be chosen
+LOWEST = np.float32(np.finfo(np.float32).min)  # lowest score that can be chosen
 ZERO, INFINITE = np.float32(0), np.float32(np.inf)
 
 
@@ -48,7 +48,7 @@ def _reaches(score, start, stop, bound):
 
 @part
 def _bound(score, low, high, k, held):
-    """What the k highest of many scores reach; of few, what can be chosen at all."""
+    """Return the k-th highest of many scores; of few scores, the lowest that can be chosen at all."""
     lanes = LANES * k
     if high - low < 2 * lanes:
         return LOWEST

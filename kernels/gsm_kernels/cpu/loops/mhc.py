@@ -1,9 +1,8 @@
 """The loops behind `gsm_kernels.mhc` on a CPU: forward and backward, each with one sweep over the streams.
 
 Tokens are taken in groups. A group's coefficients lie with the tokens last, so that a step of Sinkhorn's is a few
-vector instructions for all of them, beside the processor; and what was read of its streams is still in the cache when
-the coefficients are known. The product with phi, and in backward the two with its gradients, are matrix products, which
-PyTorch's library does.
+vector instructions for all of them. The streams are still in the cache when the coefficients are known. The product
+with phi, and in backward the two products with its gradients, are matrix products of PyTorch's library.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def _coefficients(first, count, number_NC, bias_C, scale_3, rounds, eps, gate, m
 
 @part
 def _sinkhorn_grad(rounds, eps, grad, matrix, divisor):
-    """Turns gradients of mixing matrices into those of their logits; both are overwritten. See `sinkhorn_grad`."""
+    """Turns gradients of mixing matrices into gradients of their logits; both are overwritten. See `sinkhorn_grad`."""
     for c in range(X * X):
         for n in range(GROUP):
             grad[c, n] *= matrix[c, n]
@@ -113,8 +112,8 @@ def forward(
     first, last, tokens, width, rounds, eps, hc_eps, streams_at, update_at, bias_at, scale_at,
     number_at, inverse_at, left_at, mixed_at,
 ):  # fmt: skip
-    """The streams that leave and what is read of them. The numbers arrive as products with phi and are divided by the
-    streams' root mean square, whose inverse is written beside them."""
+    """Writes the streams that leave, and the next site's reading of them. The numbers arrive as products with phi and
+    are divided by the streams' root mean square; its inverse is written, too."""
     streams, update = floats(streams_at, (tokens, X, width)), floats(update_at, (tokens, width))
     bias_C, scale_3 = floats(bias_at, (C,)), floats(scale_at, (3,))
     number_NC, inverse_N = floats(number_at, (tokens, C)), floats(inverse_at, (tokens,))
