@@ -79,7 +79,7 @@ def assert_repeats(op: str, call: dict, repeats: int, direction: str = "both") -
         if load is not None and repeat % 2:
             with torch.cuda.stream(other):
                 for _ in range(10):
-                    load @ load
+                    torch.mm(load, load)
         again = run()
         different = [key for key, x in first.items() if not torch.equal(x, again[key])]
         assert not different, f"repeat {repeat}: other bits of {', '.join(different)}"
