@@ -22,7 +22,6 @@ from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.experiments import execute as experiments
 from gsm.experiments import runs as planned
-from gsm.experiments.entries import read_arms
 from gsm.experiments.execute import train_all
 from gsm.experiments.runs import Experiment
 from gsm.training.resume import FORMAT, STATE
@@ -150,36 +149,27 @@ def test_arms_and_seeds_can_be_picked(tmp_path: Path, given: list[str], names: l
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "words", "sentence"),
     [
-        ("arm=plane", "unknown arm 'plane'; did you mean plain. Known in the experiment: mhc, plain"),
-        ("seeds=0", r"seeds is 0, but takes a list such as \[0,1,2\], or how many"),
-        ("seeds=[a]", r"seeds is \['a'\]"),
-        ("seeds=[-1]", r"seeds is \[-1\]"),
-        ("folder=/tmp/x", "folder= is one run's"),
-        ("seed=3 seeds=2", "seed=3 and seeds=2 were both given: leave one of them out"),
-        ("table=[]", r"table is \[\], but takes a list of keys"),
+        ({"arm": "plane"}, "arm=plane", "unknown arm 'plane'; did you mean plain. Known in the experiment: mhc, plain"),
+        ({"seeds": 0}, "", r"seeds is 0, but takes a list such as \[0,1,2\], or how many"),
+        ({"seeds": ["a"]}, "", r"seeds is \['a'\]"),
+        ({"seeds": [-1]}, "", r"seeds is \[-1\]"),
+        ({}, "folder=/tmp/x", "folder= is one run's"),
+        ({"seed": 3, "seeds": 2}, "seed=3 seeds=2", "seed=3 and seeds=2 were both given: leave one of them out"),
+        ({"table": []}, "", r"table is \[\], but takes a list of keys"),
+        ({"arms": {"a b": []}}, "", "arms has the name 'a b'"),
+        ({"arms": {"null": []}}, "", "arms has the name 'null'"),
+        ({"arms": {"plain": "model/residual=plain"}}, "", "arms.plain is 'model/residual=plain', but takes a list"),
+        ({"arms": {"plain": ["seed=3"]}}, "", "arms.plain sets seed, which is the experiment's: leave seed=3 out"),
+        ({"arms": {"plain": ["model.stages=[", "a"]}}, "", r"arms.plain: cannot read 'model.stages=\['"),
+        ({"arms": {}}, "", "arms is {}, but maps names to overrides"),
     ],
 )
-def test_what_cannot_be_an_experiment_is_said(tmp_path: Path, given: str, said: str):
-    with pytest.raises(ConfigError, match=said.replace("?", r"\?")):
-        composed(tmp_path, *given.split())
-
-
-@pytest.mark.parametrize(
-    ("arms", "said"),
-    [
-        ({"a b": []}, "arms has the name 'a b'"),
-        ({"null": []}, "arms has the name 'null'"),
-        ({"plain": "model/residual=plain"}, "arms.plain is 'model/residual=plain', but takes a list"),
-        ({"plain": ["seed=3"]}, "arms.plain sets seed, which is the experiment's: leave seed=3 out"),
-        ({"plain": ["model.stages=[", "a"]}, r"arms.plain: cannot read 'model.stages=\['"),
-        ({}, "arms is {}, but maps names to overrides"),
-    ],
-)
-def test_what_cannot_be_an_arm_is_said(arms: dict[str, Any], said: str):
-    with pytest.raises(ConfigError, match=said):
-        read_arms(arms)
+def test_what_cannot_be_an_experiment_is_refused(given: dict[str, Any], words: str, sentence: str):
+    config = {"arms": {"mhc": [], "plain": []}, "arm": "mhc", "seed": 0, "seeds": [0], "table": None, "runs": None}
+    with pytest.raises(ConfigError, match=sentence):
+        Experiment({**config, **given}, words.split())
 
 
 def test_a_misspelt_arm_fails_before_anything_trains_even_one_that_is_not_picked(tmp_path: Path):
@@ -266,28 +256,21 @@ def test_a_finished_run_with_a_broken_checkpoint_stops_no_other(
     assert "mhc/seed0 was finished, but cannot be used: " in capfd.readouterr().out
 
 
-def test_runs_of_texts_that_have_changed_are_not_compared_without_a_word(
+def test_runs_that_do_not_compare_are_named_below_the_table(
     tmp_path: Path, fake: list[str], capfd: pytest.CaptureFixture[str]
 ):
-    """Files were added between two seeds, and the table put their means together."""
+    """One of another configuration is left out; of two texts, the means would be of both."""
+    train_all(toy(tmp_path, "arm=plain", "seed=1", "model.state_size=12", script=fake))
     experiment = toy(tmp_path, "seeds=1", script=fake)
     train_all(experiment)
+    assert "left out, being of another configuration: plain/seed1" in capfd.readouterr().out
+    assert [(row["arm"], row["seed"]) for row in read_csv(tmp_path)] == [("mhc", "0"), ("plain", "0")]
     for arm, corpus in (("mhc", "old"), ("plain", "new")):
         file = place(tmp_path, f"{arm}/seed0/summary.json")
         file.write_text(json.dumps({**json.loads(file.read_text()), "fingerprint": {"corpus": corpus}}))
-    capfd.readouterr()
     train_all(experiment)
-    said = " ".join(capfd.readouterr().out.split())
-    assert "with care: plain (seed0) differs from mhc (seed0) in the data's corpus (old there, new here)" in said
-
-
-def test_a_finished_run_of_another_configuration_is_left_out_and_named(
-    tmp_path: Path, fake: list[str], capfd: pytest.CaptureFixture[str]
-):
-    train_all(toy(tmp_path, "arm=plain", "seed=1", "model.state_size=12", script=fake))
-    train_all(toy(tmp_path, "seeds=1", script=fake))
-    assert "left out, being of another configuration: plain/seed1" in capfd.readouterr().out
-    assert [(row["arm"], row["seed"]) for row in read_csv(tmp_path)] == [("mhc", "0"), ("plain", "0")]
+    printed = " ".join(capfd.readouterr().out.split())
+    assert "with care: plain (seed0) differs from mhc (seed0) in the data's corpus (old there, new here)" in printed
 
 
 @pytest.mark.parametrize("flag", ["--config-name", "--config-path"])

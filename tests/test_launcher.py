@@ -1,4 +1,4 @@
-"""Experiments on a cluster: what goes to one of Hydra's launchers, and what is made of what comes back."""
+"""Experiments on a cluster: the jobs of one of Hydra's launchers, and their ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of an experiment's results: what it holds, what it does not load, and what it makes of hostile names."""
+"""The page of an experiment's results: its content, that it loads nothing, and hostile names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that start after one another: from which weights, what is done again, and what is said in the end."""
+"""Runs that start after one another: their weights, repeated commands, and their summaries."""
 
 from __future__ import annotations
 
@@ -57,9 +57,6 @@ class InThisProcess:
     def seconds(self) -> float:
         return 0.0
 
-    def tail(self) -> list[str]:
-        return ["its last words"]
-
 
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -70,6 +67,8 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     class Pretends(InThisProcess):
         def run(self, run: Run) -> int:
             if f"fails {run.name}" in names:
+                run.folder.mkdir(parents=True, exist_ok=True)
+                run.log.write_text("its last words")
                 return 3
             names.append(run.name)
             if run.config:
@@ -100,7 +99,7 @@ def pretend(config: dict[str, Any]) -> None:
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Experiment]:
-    """What a command with these overrides asks for."""
+    """Return the experiment of a command with these overrides."""
     without_pictures(monkeypatch)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(planned, "compose", composed_in(tmp_path))
@@ -125,6 +124,7 @@ def summary(experiment: Experiment, arm: str = "gsm") -> dict[str, Any]:
     return json.loads((experiment.folder / arm / "seed0/summary.json").read_text())
 
 
+@pytest.mark.slow
 def test_each_run_starts_from_the_weights_of_the_one_before(
     asked: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch
 ):
@@ -143,6 +143,7 @@ def test_each_run_starts_from_the_weights_of_the_one_before(
     assert only(made).finished()
 
 
+@pytest.mark.slow
 def test_a_branch_of_a_stable_run_is_the_run_of_its_length_bit_for_bit(
     asked: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -310,7 +311,7 @@ def test_arguments_with_a_dot_may_be_nested_and_the_command_line_has_the_last_wo
 
 
 def test_a_run_all_of_whose_weights_are_another_arm_s_has_no_checkpoint_of_its_own(tmp_path: Path):
-    """What lies in its folder is of an entry of `runs` that it does not have any more."""
+    """Its folder holds an entry of `runs` that it does not have any more."""
     for arm in ("one", "two"):
         (tmp_path / arm / "seed0/old/checkpoints").mkdir(parents=True)
         (tmp_path / arm / "seed0/old/checkpoints/last.ckpt").touch()
@@ -347,7 +348,7 @@ def test_values_come_through_the_command_line_as_they_are():
         ({"a": {"evaluate": {"ruler": {}}}}, "runs.a.evaluate has ruler without a value: give it one, or leave it out"),
     ],
 )
-def test_what_cannot_be_a_run_is_said(wrong: Any, said: str):
+def test_what_cannot_be_a_run_is_refused(wrong: Any, said: str):
     with pytest.raises(ConfigError, match=said):
         parse_runs(wrong)
 

@@ -116,13 +116,13 @@ def test_what_starts_others_hears_of_every_signal_and_of_ctrl_c_as_of_a_wish_to_
     said = 'trap "echo TERM" TERM; trap "echo USR1" USR1; echo ready; sleep 2 & wait; wait; wait'
     child = Child(Run("one", tmp_path, ("/bin/bash", "-c", said), starter=True))
     for count, wanted in ((1, "USR1"), (2, "TERM")):
-        while len(child.tail()) <= count:  # the line of the command, and what it has said so far
+        while len(tail(child.log)) <= count:  # the line of the command, and what it has said so far
             time.sleep(0.05)
         child.forward([signal.SIGUSR1, signal.SIGINT][:count])
         end = time.monotonic() + 5
-        while wanted not in child.tail() and time.monotonic() < end:
+        while wanted not in tail(child.log) and time.monotonic() < end:
             time.sleep(0.05)
-        assert child.tail()[-1] == wanted
+        assert tail(child.log)[-1] == wanted
     while child.poll() is None:
         time.sleep(0.05)
 
@@ -137,10 +137,10 @@ def test_torchrun_passes_on_a_clusters_warning_however_it_is_started(tmp_path: P
     words = (*started_by(starter), "--standalone", "--nproc-per-node=1", str(worker))
     child = Child(Run("one", tmp_path, words, starter=True))
     try:
-        assert until(lambda: "ready" in child.tail(), 90), child.tail()
+        assert until(lambda: "ready" in tail(child.log), 90), tail(child.log)
         child.forward([signal.SIGUSR1])
         assert until(lambda: child.poll() is not None, 60)
-        assert "saved" in (tmp_path / "evaluate.log").read_text().splitlines(), child.tail()
+        assert "saved" in (tmp_path / "evaluate.log").read_text().splitlines(), tail(child.log)
     finally:
         child.forward([signal.SIGUSR1, signal.SIGTERM])
 
@@ -151,9 +151,10 @@ def test_what_starts_others_leaves_with_a_parent_that_was_killed(tmp_path: Path)
     program = f"""
 import time
 from pathlib import Path
-from gsm.experiments import jobs, runs
+from types import SimpleNamespace
+from gsm.experiments import jobs
 said = "trap 'echo TERM; exit' TERM; echo $$; sleep 100 & wait"
-jobs.Child(runs.Run("one", Path({str(log.parent)!r}), ("/bin/bash", "-c", said), starter=True))
+jobs.Child(SimpleNamespace(log=Path({str(log)!r}), command=("/bin/bash", "-c", said), starter=True))
 time.sleep(100)
 """
     with subprocess.Popen([sys.executable, "-c", program]) as parent:

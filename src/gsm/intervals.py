@@ -43,7 +43,7 @@ class Cell:
         """Return ``98.33``, with a spread ``98.33 +- 1.67``, for a difference ``+1.20 [-0.40, +2.80]``; ``-`` for none.
 
         Args:
-            digits: number of digits behind the point; None: as many as ``tables.shown`` gives a number of this size.
+            digits: number of digits behind the point; None: those that ``tables.shown`` gives a number of this size.
         """
         if self.mean is None:
             return "-"

@@ -52,7 +52,7 @@ def transposed(grid: Grid) -> Grid:
 
 
 def shown(value: float | None, like: float | None = None) -> str:
-    """Return a number with as many digits as make sense for ``like`` (the number itself): 1.6981, 74.382, 2,274,304."""
+    """Return a number with the digits that make sense for ``like``, by default itself: 1.6981, 74.382, 2,274,304."""
     if value is None:
         return "-"
     size = abs(value if like is None else like)

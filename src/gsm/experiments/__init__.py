@@ -1,1 +1,1 @@
-"""Runs: one training from its header to its summary, arms and seeds of an experiment, tables of what came out."""
+"""Experiments: arms and seeds, their runs here or on a cluster, and tables of their numbers."""

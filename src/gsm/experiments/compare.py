@@ -51,14 +51,14 @@ def compare(
     than the experiment's last command (results.md leaves those out).
 
     Args:
-        folders: of experiments, logs/<name>; arms called alike in several of them get the experiment's name in front
+        folders: of experiments, logs/<name>; arms of one name in several of them get the experiment's name in front
         columns: keys of summary.json, dots go down: columns=val_loss,data.train_tokens; left out: the experiment's own
         against: the arm that the others are compared with; left out: the first
         metric: of the learning curves, as in metrics.csv; left out: val/accuracy where there is one, else val/loss, and
             train/loss beside it
         axis: of the learning curves: step, or tokens (those trained on until then, train/tokens)
         x: a key of summary.json for one more picture, in which every arm is a point: x=cache_bytes y=accuracy
-        y: what that picture shows against x
+        y: a key of summary.json, shown against x in that picture
         output: the folder to write to; left out: the experiment's, and for several the folder above all of them
         publish: a folder of rows, such as results: append a row for each run and tuning attempt to its <name>.csv
 
@@ -127,11 +127,11 @@ def _named(folders: Sequence[Path]) -> list[RunSummary]:
     the folder's name in front."""
     read = with_tasks(run for folder in folders for run in _in_order(folder))
     read = [*map(_one_name, read)] if len({run.task for run in read}) > 1 else read
-    found = {folder: [run for run in read if run.folder.parent.parent == folder] for folder in folders}
-    times = Counter(pair for runs in found.values() for pair in {(run.arm, run.task) for run in runs})
-    names, short = Counter(folder.name for folder in found), plots.short(folder.name for folder in found)
+    by_folder = {folder: [run for run in read if run.folder.parent.parent == folder] for folder in folders}
+    times = Counter(pair for runs in by_folder.values() for pair in {(run.arm, run.task) for run in runs})
+    names, short = Counter(folder.name for folder in by_folder), plots.short(folder.name for folder in by_folder)
     all_runs = []
-    for folder, runs in found.items():
+    for folder, runs in by_folder.items():
         before = short[folder.name] if names[folder.name] == 1 else shown_path(folder)
         several = {run.arm for run in runs if times[run.arm, run.task] > 1}
         all_runs += [replace(run, arm=f"{before}/{run.arm}") if run.arm in several else run for run in runs]
@@ -180,15 +180,15 @@ def apart(runs: Sequence[RunSummary]) -> list[str]:
     """Return a sentence for each arm with runs that saw other data than the first run of their task, or more or less
     data."""
     first = {run.task: run for run in reversed(runs)}
-    found: dict[tuple[str, str, str], list[str]] = {}
+    seeds: dict[tuple[str, str, str], list[str]] = {}
     for run in runs:
         base = first[run.task]
         if changes := _changes(base, run):
             key = (run.arm, f"{base.arm} (seed{base.seed})", few(changes))
-            found.setdefault(key, []).append(f"seed{run.seed}")
+            seeds.setdefault(key, []).append(f"seed{run.seed}")
     return [
-        f"compare with care: {arm} ({', '.join(seeds)}) differs from {base} in {changes}"
-        for (arm, base, changes), seeds in found.items()
+        f"compare with care: {arm} ({', '.join(names)}) differs from {base} in {changes}"
+        for (arm, base, changes), names in seeds.items()
     ]
 
 
@@ -196,10 +196,10 @@ def _changes(one: RunSummary, two: RunSummary) -> list[str]:
     """Return the differences between two runs: the content of their data, the number of steps, of tokens."""
     prints = [run.summary.get("fingerprint") or {} for run in (one, two)]
     changes = unlike(*prints) if all(prints) else []
-    for key, what in AMOUNTS.items():
+    for key, amount in AMOUNTS.items():
         there, here = one.value(key), two.value(key)
         if there is not None and here is not None and there != here:
-            changes.append(f"{what} ({there:,.0f} there, {here:,.0f} here)")
+            changes.append(f"{amount} ({there:,.0f} there, {here:,.0f} here)")
     return changes
 
 
@@ -236,11 +236,11 @@ def write(
     drawn: dict[str, Picture] = {}
     missing = ""
     try:
-        there = {name: found for name, found in learned.items() if any(found.values())}
-        if there:
-            figure, panels = plots.figure(len(there), height=3.2, width=5.2)
-            for axes, (name, found) in zip(panels, there.items(), strict=True):
-                plots.curves(axes, found, AXES[axis], plots.label(name))
+        shown = {name: arms for name, arms in learned.items() if any(arms.values())}
+        if shown:
+            figure, panels = plots.figure(len(shown), height=3.2, width=5.2)
+            for axes, (name, arms) in zip(panels, shown.items(), strict=True):
+                plots.curves(axes, arms, AXES[axis], plots.label(name))
             drawn["curves"] = _picture(figure, "curves")
         drawn |= _panels(table, by_arm)
         if x:
@@ -260,7 +260,7 @@ def write(
     }
     for name, content in contents.items():
         _put(folder / name, content)
-    _put(folder / f"{stem}.html", report.html().encode())  # last: the others do not depend on what lies beside the runs
+    _put(folder / f"{stem}.html", report.html().encode())  # last: the others do not need the files beside the runs
     sentences = [missing] if missing else []
     bare = [arm for arm, found in curves.items() if not found]
     if bare and len(bare) < len(curves):
@@ -315,13 +315,13 @@ def _budgets(columns: Sequence[str], by_arm: ByArm) -> Iterator[tuple[str, Pictu
         if before.startswith("runs."):
             metrics.setdefault(metric, []).append(before)
     for metric, branches in metrics.items():
-        found = {arm: {run.seed: _by_tokens(run, branches, metric) for run in runs} for arm, runs in by_arm.items()}
-        if not any(len(points) > 1 for seeds in found.values() for points in seeds.values()):
+        values = {arm: {run.seed: _by_tokens(run, branches, metric) for run in runs} for arm, runs in by_arm.items()}
+        if not any(len(points) > 1 for seeds in values.values() for points in seeds.values()):
             continue
-        (first, base), *others = found.items()
+        (first, base), *others = values.items()
         figure, (left, right) = plots.figure(2, height=3.2, width=5.2)
         plots.curves(
-            left, {arm: list(seeds.values()) for arm, seeds in found.items()}, AXES["tokens"], plots.label(metric)
+            left, {arm: list(seeds.values()) for arm, seeds in values.items()}, AXES["tokens"], plots.label(metric)
         )
         apart = {arm: [_apart(points, base.get(seed, {})) for seed, points in seeds.items()] for arm, seeds in others}
         plots.curves(right, {first: [], **apart}, AXES["tokens"], f"difference from {first}")
@@ -334,8 +334,8 @@ def _by_tokens(run: RunSummary, branches: Sequence[str], metric: str) -> dict[fl
     """Return a metric of each branch by all tokens that the branch was trained on; nothing where these do not rise from
     column to column: then they are runs of other kinds."""
     pairs = [(run.value(f"{branch}.tokens"), run.value(f"{branch}.{metric}")) for branch in branches]
-    found = {tokens: value for tokens, value in pairs if tokens is not None and value is not None}
-    return found if list(found) == sorted(found) and len(found) == len(pairs) else {}
+    points = {tokens: value for tokens, value in pairs if tokens is not None and value is not None}
+    return points if list(points) == sorted(points) and len(points) == len(pairs) else {}
 
 
 def _apart(points: Mapping[float, float], base: Mapping[float, float]) -> dict[float, float]:
@@ -344,12 +344,12 @@ def _apart(points: Mapping[float, float], base: Mapping[float, float]) -> dict[f
 
 def _tested(by_arm: ByArm, key: str) -> dict[str, dict[str, list[dict[int, float]]]]:
     """Return the fractions by length or load of a summary's ``key``, by task and arm, for every run."""
-    found: dict[str, dict[str, list[dict[int, float]]]] = {}
+    tasks: dict[str, dict[str, list[dict[int, float]]]] = {}
     for arm, run in ((arm, run) for arm, runs in by_arm.items() for run in runs):
         for task, values in (run.summary.get(key) or {}).items():
             seed = {int(key): value for key, value in values.items() if key.isdecimal() and value is not None}
-            found.setdefault(task, {name: [] for name in by_arm})[arm].append(seed)
-    return found
+            tasks.setdefault(task, {name: [] for name in by_arm})[arm].append(seed)
+    return tasks
 
 
 def _curves(by_arm: ByArm, metric: str, axis: str, tasks: Sequence[str]) -> dict[str, Curves]:
@@ -379,9 +379,9 @@ def _curves(by_arm: ByArm, metric: str, axis: str, tasks: Sequence[str]) -> dict
 
 def _curve(metrics: Mapping[str, Mapping[int, float]], name: str, axis: str) -> dict[float, float]:
     """Return a metric of a run by step, or by the tokens until then."""
-    found = metrics.get(name, {})
-    across = metrics.get("train/tokens", {}) if axis == "tokens" else {step: step for step in found}
-    return {across[step]: value for step, value in found.items() if step in across}
+    values = metrics.get(name, {})
+    across = metrics.get("train/tokens", {}) if axis == "tokens" else {step: step for step in values}
+    return {across[step]: value for step, value in values.items() if step in across}
 
 
 def _numbers(runs: Sequence[RunSummary], column: str) -> list[float]:
@@ -418,14 +418,14 @@ def _contents(folder: Path) -> dict[str, Any]:
 
 def _tuned(runs: Sequence[RunSummary]) -> dict[str, dict[str, str]]:
     """Return the values that the experiments of these runs have tuned their arms to, by their last commands."""
-    found = {}
+    by_arm = {}
     for run in runs:
         tuned = _contents(run.folder.parent.parent).get("tuned")
         values = tuned.get(run.folder.parent.name) if isinstance(tuned, Mapping) else None
         if isinstance(values, Mapping):
             texts = {str(key): one.get("shown") if isinstance(one, Mapping) else None for key, one in values.items()}
-            found[run.arm] = {key: str(text) for key, text in texts.items() if text is not None}
-    return found
+            by_arm[run.arm] = {key: str(text) for key, text in texts.items() if text is not None}
+    return by_arm
 
 
 def _columns(folders: Sequence[Path], runs: Sequence[RunSummary]) -> list[str]:

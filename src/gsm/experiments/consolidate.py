@@ -20,21 +20,20 @@ from gsm.files import save_whole
 from gsm.training.distributed import shards
 
 WEIGHTS = ("", "bfloat16", "float16", "float32")
-# What a model, its tokenizer and its data are made from again, and what a result says of them.
+# Entries that build a model, its tokenizer and its data again, and that results name.
 KEPT = ("format", "global_step", "tokenizer", "fingerprint", "origin", "started_from")
 SETTINGS = ("model", "data", "recipe", "size", "trainer", "global_batch", "name", "arm", "seed", "choices", "ngrams")
 
 
 def consolidate(checkpoint: str, output: str, weights: str = "") -> Path:
-    """Writes weights, optimiser and all else that training goes on from into one file; or with ``weights``, what it
-    takes to use the model, and no more.
+    """Write a whole checkpoint into one file; or with ``weights``, only the parts that the use of the model needs.
 
     generate, evaluate and compare read checkpoints in parts as they are; this is for moving one elsewhere.
 
     Args:
         checkpoint: a .ckpt file, or the folder of a run, which stands for its checkpoints/last.ckpt.
-        output: the file to write; what is there is replaced.
-        weights: bfloat16, float16 or float32: the weights alone, in this type, with what builds the model and its
+        output: the file to write; an existing file is replaced.
+        weights: bfloat16, float16 or float32: the weights alone, in this type, with the configuration and the
             tokenizer. Such a file is used and started from, not resumed. Left out: everything, as it is.
 
     Raises:
@@ -54,7 +53,7 @@ def consolidate(checkpoint: str, output: str, weights: str = "") -> Path:
 
 
 def weights_alone(checkpoint: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """What it takes to use a model: weights in a type, configuration without the places of its run, tokenizer."""
+    """Return the weights in a type, the configuration without the places of its run, and the tokenizer."""
     seen: dict[int, Tensor] = {}  # a head that is the embedding is kept once
 
     def lowered(x: Tensor) -> Tensor:

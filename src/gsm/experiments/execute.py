@@ -89,7 +89,7 @@ def train_all(experiment: Experiment, hand_to: str | None = None) -> Table:
         write_json(experiment.folder / CONTENTS, experiment.contents())
         if config["force"] or config["resume"] == "never":
             _set_aside(experiment, trials)
-            experiment = Experiment(config, experiment.given, experiment.script)  # as of what is finished now
+            experiment = Experiment(config, experiment.given, experiment.script)  # without the runs that were set aside
         failed = _tune(experiment, hand_to)
         work = _Work(experiment, [trial for trial in experiment.trials() if trial.arm not in failed])
         work.failed |= failed
@@ -230,7 +230,7 @@ class _Work:
             how = f"not started, as {run.after.name} has failed"
             self.failed[run.name] = [f"{run.name}: {how}"]
         else:
-            words = child.tail() if child else tail(run.log)
+            words = tail(run.log)
             where = f"the end of {shown_path(run.log)}:" if words else "it has written no log"
             self.failed[run.name] = [f"{run.name} failed; {where}", *(f"  {word}" for word in words)]
             self._note(run, "interrupted" if code and not 0 < code < 128 else "failed", how)
@@ -337,7 +337,7 @@ def _notes(experiment: Experiment, table: Table) -> list[str]:
         seeds = f"{'seeds' if len(tune.seeds) > 1 else 'seed'} {', '.join(map(str, tune.seeds))}"
         notes.append(
             f"tuned on a part of the training data, which no number above is of, by {tune.decides()}, {seeds}: the "
-            f"best of {listed(tune.space)}; '{EDGE.strip()}' marks the end of what was tried"
+            f"best of {listed(tune.space)}; '{EDGE.strip()}' marks the end of the values tried"
         )
         choices = experiment.choices.items()
         lost = [f"{arm} {', '.join(lines(values))}" for arm, choice in choices for values in choice.diverged]

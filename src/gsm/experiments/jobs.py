@@ -42,7 +42,7 @@ class Child:
         self._starts_others = run.starter
         self._signals = 0
         with run.log.open("ab") as file:
-            self._begin = self._shown = file.tell()
+            self._shown = file.tell()
             file.write(f"$ {shlex.join(run.command)}\n".encode())
             file.flush()
             self._process = subprocess.Popen(
@@ -78,10 +78,6 @@ class Child:
         """Return the time since its start."""
         return time.monotonic() - self.since
 
-    def tail(self) -> list[str]:
-        """Return the last lines that it has written."""
-        return tail(self.log, self._begin)
-
     def _known(self) -> dict[str, str]:
         """Return variables of its environment: its parent, so that it leaves with it; and for torchrun the signals that
         it passes on to the processes that it starts (the default of its --signals-to-handle)."""
@@ -91,13 +87,9 @@ class Child:
         return known
 
 
-def tail(log: Path, begin: int = 0, lines: int = 15) -> list[str]:
-    """Return the last lines of a file behind the byte ``begin``; none where there is no file."""
-    if not log.is_file():
-        return []
-    with log.open("rb") as file:
-        file.seek(begin)
-        return file.read().decode(errors="replace").splitlines()[-lines:]
+def tail(log: Path, lines: int = 15) -> list[str]:
+    """Return the last lines of a run's output; none where there is no file."""
+    return log.read_bytes().decode(errors="replace").splitlines()[-lines:] if log.is_file() else []
 
 
 def work_off(
@@ -107,7 +99,7 @@ def work_off(
     ended: Callable[[Run, int | None, Child | None], None],
     watch: Callable[[Run], None] = lambda run: None,
 ) -> int | None:
-    """Start runs, the first ones first, each after the run that it waits for, ``at_once`` at a time.
+    """Start runs in their order, each after the run that it waits for, ``at_once`` at a time.
 
     A run that is finished when its turn comes is not started. Neither is a run that waits for a failed one.
 

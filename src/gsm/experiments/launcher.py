@@ -88,7 +88,7 @@ class Task:
         part = self.parts[tuple(HydraConfig.get().overrides.task)]
         stopped = work_off(part, at_once=1, start=Child, ended=lambda run, code, child: None)
         if stopped is not None and callable(signal.getsignal(stopped)):
-            signal.raise_signal(stopped)  # the run has saved what it has; now the launcher may queue the job once more
+            signal.raise_signal(stopped)  # the run has saved its state; now the launcher may queue the job once more
 
 
 def _installed() -> bool:

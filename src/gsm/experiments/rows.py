@@ -190,7 +190,7 @@ def equivalence(made: Table, margin: float) -> Grid:
 
 
 def _over_books(made: Table, arm: str, column: str) -> str:
-    """Return an arm's difference from the first with the 95 % interval of books that are drawn anew; seeds stay."""
+    """Return an arm's difference from the first with the 95 % interval of books that are drawn again; seeds stay."""
     key, first = column.removesuffix(BITS) + SUMS, made.rows[0].arm
     sums = {(run.arm, run.seed): run.summary.get(key) or [] for run in made.runs}
     seeds = [seed for name, seed in sums if name == arm and sums[arm, seed] and sums.get((first, seed))]
@@ -198,8 +198,7 @@ def _over_books(made: Table, arm: str, column: str) -> str:
         return "-"
     lengths = [length for _, length in sums[arm, seeds[0]]]
     nats = [
-        [ours - theirs for (ours, _), (theirs, _) in zip(sums[arm, seed], sums[first, seed], strict=True)]
-        for seed in seeds
+        [own - base for (own, _), (base, _) in zip(sums[arm, seed], sums[first, seed], strict=True)] for seed in seeds
     ]
     bits = [statistics.fmean(book) / math.log(2) for book in zip(*nats, strict=True)]
     low, high = over_windows(bits, lengths)
@@ -214,7 +213,7 @@ def costs(words: str) -> str:
     from gsm.costs.model import cost
 
     size, *models = words.split()
-    heads = [f"{what}, {length}" for what in ("cache, bytes", "decoding, MFLOP") for length in LENGTHS.values()]
+    heads = [f"{cost}, {length}" for cost in ("cache, bytes", "decoding, MFLOP") for length in LENGTHS.values()]
     grid = [[f"model ({size.removeprefix('size=')})", *heads]]
     for name in models:
         with torch.device("meta"):

@@ -488,7 +488,7 @@ def _trains(config: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _until(entries: Sequence[Entry], last: str | None) -> list[Entry]:
-    """Return those that train, or of these the one called ``last`` with all that it comes after."""
+    """Return the entries that train; with ``last``, that entry and all entries before it in its chain."""
     wanted = {last}
     for entry in reversed(entries):
         wanted |= {entry.after} if entry.name in wanted else set()
