@@ -106,6 +106,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Expe
     monkeypatch.setattr(InThisProcess, "compose", staticmethod(composed_in(tmp_path)))
     (tmp_path / "text").mkdir()
     places = [f"data.path={tiny_text.write(tmp_path / 'text')}", f"data.cache_dir={tmp_path / 'cache'}"]
+    places += ["callbacks.pictures=null"]
 
     def make(*given: str) -> Experiment:
         of_model = [] if any(word.startswith("arms=") for word in given) else [BY_MODEL]
@@ -169,6 +170,7 @@ def test_a_branch_of_a_stable_run_is_the_run_of_its_length_bit_for_bit(
     assert not only(other).finished(), "with a fresh optimiser it is another run"
 
 
+@pytest.mark.slow
 def test_a_branch_that_trains_otherwise_is_refused_before_anything_moves(asked: Callable[..., Experiment]):
     train(asked("trainer.max_steps=2", "name=stable").config)
     start = asked("name=stable").config["folder"]

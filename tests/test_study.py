@@ -172,11 +172,11 @@ def test_another_configuration_has_another_study(made: Callable[..., Experiment]
     [
         ({**RANGED, "attempts": 0}, "tune.attempts=0 is not allowed"),
         ({**RANGED, "at_once": 1.5}, "tune.at_once=1.5 is not allowed"),
-        ({RATE: {"low": 1, "hgh": 2}}, "tune.optimizer.learning_rate.hgh=2 is not allowed"),
+        ({RATE: {"low": 1, "high": 2, "lgo": 2}}, "tune.optimizer.learning_rate.lgo=2 is not allowed"),
         ({RATE: {"low": 1}}, "low and high are two numbers"),
         ({RATE: {"low": "a", "high": 1}}, "low and high are two numbers"),
         ({RATE: {"low": 1, "high": math.inf}}, "low and high are two numbers"),
-        ({RATE: {"low": 2, "high": 1}}, "tune.optimizer.learning_rate=.* low.* high"),
+        ({RATE: {"low": 2, "high": 1}}, "tune.optimizer.learning_rate=.*low <= high"),
         ({RATE: {"low": 0, "high": 1, "log": True}}, "tune.optimizer.learning_rate=.*log"),
         ({RATE: {"low": 1, "high": 2, "log": 3}}, "log is true or false"),
         ({RATE: 3}, "a list of different values .* or a range {low: 1e-3"),
