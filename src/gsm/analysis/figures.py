@@ -31,7 +31,7 @@ BARS = (6, 1, 0, 4, 2, 3, 5)  # colours of bars: black for the unchanged model
 def route(axes: Axes, routes: Routes, row: int, told: Sequence[int] = ()) -> None:
     """Draw the sources of one row's entry of the state: a bar for each source position, a colour for each way.
 
-    Positions in ``told`` (a needle's) get a mark below the axis.
+    Positions in ``told``, those of a needle, get a mark below the axis.
     """
     below_T = torch.zeros_like(routes.share_STT[0, row])
     for name, style, share_TT in zip(routes.names, plots.styles(routes.names).values(), routes.share_STT, strict=True):

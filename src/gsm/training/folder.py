@@ -24,7 +24,7 @@ from gsm.training.distributed import shards
 from gsm.training.resume import STATE
 
 OWN = {".hydra", ".lock"}  # written for the new run before it looks at the folder
-MARKS = {"summary.json", "checkpoints"}  # one of them lies in the folder of every run that has begun
+MARKS = {"summary.json", "checkpoints"}  # every folder of a run that has begun has at least one
 LEFT = re.compile(r"events\.out\..*|hparams\.yaml|metrics\.csv|\..*\.partial")  # files of a run without a checkpoint
 MEASURED = "limit_val_batches"  # changes no weights, but the numbers of a finished run
 # Makes the fingerprint of the data, only where there is one to compare with.
@@ -348,7 +348,7 @@ def moving_back(start: Start, folder: Path) -> Iterator[None]:
 def _move_aside(folder: Path, config: Mapping[str, Any]) -> Path | None:
     """Move an earlier run's files out of the way; return their new folder, None if there was nothing.
 
-    Checkpoints go first and the summary last: a move that is cut off leaves no finished run, but one of ours.
+    Checkpoints go first and the summary last: an interrupted move leaves a folder that is ours and not finished.
 
     Raises ConfigError for files that are not a run's.
     """

@@ -1,8 +1,8 @@
 """Exact resume: the content of a checkpoint beside weights and optimiser, and the points at which one is taken.
 
 A checkpoint to resume from is taken only where nothing is pending: after a step that ends a logging interval, once its
-metrics and those of a validation that follows it are logged. So no mean is half filled and no validation is due. What
-is left are the random numbers and how far the data were read, which follows from the number of steps.
+metrics and those of a validation that follows it are logged. So no mean is half filled and no validation is due. The
+rest is the random numbers and the position in the data, which follows from the number of steps.
 
 This file also uses undocumented parts of Lightning, and no other file does: its loops' counters, and the options of
 the writer that its TensorBoard logger makes.

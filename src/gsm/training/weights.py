@@ -4,7 +4,7 @@ It may differ in everything that changes no parameter: the length of sequences, 
 Its tokenizer is the checkpoint's, since weights mean nothing without the ids that they were trained on.
 
 With `start_fresh=false` it is a branch of that run: optimiser, number of steps, order of the data and random numbers go
-on (`gsm.training.folder`), and only what decides how the run ends may differ.
+on (`gsm.training.folder`), and only settings of the run's end may differ.
 """
 
 from __future__ import annotations
