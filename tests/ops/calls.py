@@ -88,14 +88,14 @@ def integral(call: dict) -> dict:
     return {name: x.round() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in call.items()}
 
 
-def selection(k=4, heads=2, width=8, seed=0, **sizes) -> dict:
+def selection(k=4, heads=2, width=8, seed=0, spread=1, **sizes) -> dict:
     """Arguments of `index_top_k`, in whole numbers."""
     call, ranges = attention(seed=seed, k=k, **sizes)
     batch, rows = call["position_BR"].shape
     student = {
         "query_BRJI": normal(batch, rows, heads, width, seed=seed + 4),
         "weight_BRJ": normal(batch, rows, heads, seed=seed + 5),
-        "key_BFI": normal(batch, call["bank_BFC"].shape[1], width, seed=seed + 6),
+        "key_BFI": spread * normal(batch, call["bank_BFC"].shape[1], width, seed=seed + 6),
     }
     return {**integral(student), **ranges, "k": k}
 
@@ -165,7 +165,7 @@ def recurrence(batch=2, tokens=37, heads=2, channels=4, rule=True, decay=True, b
         "value_BTHC": normal(*shape, channels, seed=seed + 2),
         "beta_BTH": 2 * torch.sigmoid(normal(*shape, seed=seed + 3)) if rule else None,
         "log_decay_BTH": -normal(*shape, seed=seed + 4).abs() if decay else None,
-        "start_BT": position == 0,
+        "start_BT": position <= 0,  # at padding, too, where it means nothing
         "live_BT": position >= 0,
         "state_BHCC": normal(batch, heads, channels, channels, seed=seed + 5),
         "scale": 0.7,
@@ -185,6 +185,12 @@ def slots(batch=2, tokens=37, heads=2, channels=4, slots=3, seed=0) -> dict:
         "state_BHMU": normal(batch, heads, slots, 2 * channels, seed=seed + 9),
         "scale": 0.7,
     }
+
+
+def documents_of_one_token(make, **sizes) -> dict:
+    """The arguments of a recurrence where no token knows of another."""
+    call = make(tokens=40, **sizes)
+    return call | {name: torch.ones_like(call[name]) for name in ("start_BT", "live_BT")}
 
 
 def convolved(batch=2, tokens=13, stored=2, channels=5, width=4, padding=2, before=0, seed=0) -> dict:
@@ -389,6 +395,7 @@ CASES: dict[str, dict[str, Case]] = {
     "index_top_k": sizes_of(selection, SEARCHED)
     | {
         "a pool": partial(pooled_selection, k=3, ratio=1, entries=40, rows=30),
+        "scores that seldom tie": partial(selection, k=5, ratio=1, entries=300, rows=6, heads=3, padding=0, spread=100),
         "a pool smaller than k": partial(pooled_selection, k=20, ratio=1, entries=40, rows=4, pool=1, pooled=2),
     },
     "candidate_pool": sizes_of(pool, SEARCHED)
@@ -424,8 +431,10 @@ CASES: dict[str, dict[str, Case]] = {
         f"{rule}, {tokens} tokens": partial(recurrence, tokens=tokens, **kind)
         for tokens in (23, *CHUNKED)
         for rule, kind in RULES.items()
-    },
-    "slot_attention": {f"{tokens} tokens": partial(slots, tokens=tokens) for tokens in (23, *CHUNKED)},
+    }
+    | {"documents of one token": partial(documents_of_one_token, recurrence, by_channel=True)},
+    "slot_attention": {f"{tokens} tokens": partial(slots, tokens=tokens) for tokens in (23, *CHUNKED)}
+    | {"documents of one token": partial(documents_of_one_token, slots)},
     "grouped_linear": {
         str(sizes): partial(grouped, sizes)
         for sizes in ((3, 0, 5, 1), (0, 0, 9, 0), (9, 0, 0, 0), (0, 0, 0, 9), (2, 2, 2, 3))

@@ -57,7 +57,7 @@ def largest(function, call) -> int:
 
 
 def test_attention_grows_with_rows_times_window_and_selection():
-    rows, heads = 16384, 2
+    rows, heads = 8192, 2
     limit = 4 * rows * heads * (16 + 16)
     assert largest(gsm_kernels.attend, long_call(rows, heads)) <= limit < rows * rows // 16
 
@@ -83,7 +83,7 @@ def kl_call(rows: int) -> dict:
 
 
 def test_top_k_stays_within_its_scratch_memory():
-    assert largest(gsm_kernels.index_top_k, search_call(512, 32768)) <= 1 << 21
+    assert largest(gsm_kernels.index_top_k, search_call(128, 32768)) <= 1 << 21 < 128 * 32768
 
 
 def test_the_indexer_loss_stays_within_its_scratch_memory():

@@ -1,11 +1,13 @@
 """The hyper-connections against a transcription with ordinary autograd."""
 
+import pytest
 import torch
 from calls import cast, hyper_connection
+from check import assert_same, run_by, to_device
 from oracles import naive_mhc
 
 from gsm_kernels import mhc_boundary
-from gsm_kernels.testing import assert_close
+from gsm_kernels.cpu import native
 
 
 def test_equal_streams_stay_equal():
@@ -17,15 +19,13 @@ def test_equal_streams_stay_equal():
     torch.testing.assert_close(out, equal, rtol=1e-4, atol=0)
 
 
-def test_only_one_output_used_still_gives_gradients():
-    for output in (0, 1):
-        call = hyper_connection()
-        grads, expected = [], []
-        for function, into in ((mhc_boundary, grads), (naive_mhc, expected)):
-            phi = call["phi"].clone().requires_grad_()
-            function(**{**call, "phi": phi})[output].square().sum().backward()
-            into.append(phi.grad)
-        assert_close(grads[0], expected[0], name=f"gradient through output {output}", gradient=True)
+@pytest.mark.parametrize("output", [0, 1])
+@pytest.mark.parametrize("name", ["reference", "numba", "triton"])
+def test_one_result_alone_gives_gradients(name, output):
+    if name == "numba" and native.missing():
+        pytest.skip(native.missing())
+    run, call = run_by(name, mhc_boundary), cast(hyper_connection(batch=1), torch.float32)
+    assert_same(lambda **call: run(**call)[output], lambda **call: naive_mhc(**call)[output], to_device(call))
 
 
 def test_the_next_site_reads_a_mixture_of_what_left():

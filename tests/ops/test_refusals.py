@@ -106,8 +106,10 @@ FAST = [(op, impl.name) for op in OPS for impl in op.fast if impl.name in ("trit
 def test_float64_is_for_the_reference(op, name):
     if name == "numba" and native.missing():
         pytest.skip(native.missing())
+    call = to_device(every_call()[op.name])
+    assert op.choose(**call).name not in ("triton", "numba")
     with using(name), pytest.raises(RuntimeError, match=f"{op.name}: cannot run as '{name}': .*float64"):
-        op(**to_device(every_call()[op.name]))
+        op(**call)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

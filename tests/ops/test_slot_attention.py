@@ -6,36 +6,12 @@ import itertools
 
 import pytest
 import torch
-from calls import cast, gradients, slots
+from calls import cast, slots
 
 from gsm_kernels import listening, slot_attention, using
 from gsm_kernels.slot_attention import fla, reference
 from gsm_kernels.slot_attention.inputs import Inputs
 from gsm_kernels.testing import assert_close, relative_error
-
-
-def test_a_stream_in_parts_equals_the_whole_stream():
-    call = slots(tokens=90)
-    out, state = slot_attention(**call)
-    parts, part_state = [], call["state_BHMU"]
-    for first, end in ((0, 40), (40, 41), (41, 73), (73, 90)):
-        part = {k: v[:, first:end] if isinstance(v, torch.Tensor) else v for k, v in call.items() if k != "state_BHMU"}
-        part_out, part_state = slot_attention(**part, state_BHMU=part_state)
-        parts.append(part_out)
-    assert_close(torch.cat(parts, dim=1), out)
-    assert_close(part_state, state, name="state")
-
-
-def test_padding_may_hold_anything():
-    call = slots(tokens=40)
-    idle = ~call["live_BT"]
-    out, state = slot_attention(**call)
-    for name in ("query_BTHC", "key_BTHC", "value_BTHC", "write_BTHM", "log_decay_BTHM"):
-        call[name] = call[name].masked_fill(idle[..., None, None], 77.0)
-    call["start_BT"] = call["start_BT"] | idle
-    other_out, other_state = slot_attention(**call)
-    assert torch.equal(other_out, out) and torch.equal(other_state, state)
-    assert not out[idle].any() and out[~idle].any()
 
 
 def test_a_slot_that_is_not_written_to_stays_as_it_is():
@@ -48,18 +24,6 @@ def test_a_slot_that_is_not_written_to_stays_as_it_is():
     assert not torch.allclose(state[:, :, 0], call["state_BHMU"][:, :, 0])
 
 
-def test_a_decay_to_nothing_is_finite_forward_and_backward():
-    call = cast(slots(tokens=64), torch.float32)
-    call["log_decay_BTHM"] = torch.full_like(call["log_decay_BTHM"], -40.0)  # exp(40 * 32) is no number of float32
-    with using("chunked"):
-        out, grads = gradients(slot_attention, call)
-    with using("reference"):
-        expected = slot_attention(**call)
-    assert all(x.isfinite().all() for x in (*out, *grads.values()))
-    for got, wanted in zip(out, expected, strict=True):
-        assert_close(got, wanted)
-
-
 @pytest.mark.parametrize("name", ["reference", "chunked"])
 def test_padding_alone_leaves_everything_as_it_is(name):
     call = slots(tokens=40)
@@ -67,18 +31,6 @@ def test_padding_alone_leaves_everything_as_it_is(name):
     with using(name):
         out, state = slot_attention(**call)
     assert not out.any() and torch.equal(state, call["state_BHMU"])
-
-
-@pytest.mark.parametrize("name", ["reference", "chunked"])
-def test_documents_of_one_token_know_nothing_of_each_other(name):
-    call = slots(tokens=40)
-    call |= {"start_BT": torch.ones_like(call["start_BT"]), "live_BT": torch.ones_like(call["live_BT"])}
-    with using(name):
-        together, _ = slot_attention(**call)
-    with using("reference"):
-        for t in (0, 17, 39):
-            alone = {k: v[:, t : t + 1] if k.rpartition("_")[2].startswith("BT") else v for k, v in call.items()}
-            assert_close(together[:, t : t + 1], slot_attention(**alone | {"state_BHMU": 77 * call["state_BHMU"]})[0])
 
 
 def test_a_single_token_is_left_to_the_reference():

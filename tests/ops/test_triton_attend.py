@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from calls import attention, band, cast, gradients, outputs
+from calls import attention, band, cast, gradients
 from check import (
     DEVICE,
     assert_agrees,
@@ -18,7 +18,6 @@ from check import (
 from oracles import normal
 
 from gsm_kernels import Op, attend, attend_band
-from gsm_kernels.attend import triton
 from gsm_kernels.testing import assert_close
 
 
@@ -27,25 +26,6 @@ def picked(**sizes) -> dict:
     call, _ = attention(**{"rows": 4, "k": 2, **sizes})
     bias = {"bias_BRK": normal(*call["index_BRK"].shape, seed=7)}
     return call | bias if call["index_BRK"].shape[2] % 2 else call
-
-
-def test_the_gradients_are_the_same_in_several_chunks_of_rows(monkeypatch):
-    call = to_device(cast(picked(k=3, rows=5, heads=16), torch.float32))
-    _, whole = gradients(with_triton(attend), call)
-    chunks, add_pairs = [], triton._add_pairs
-    monkeypatch.setattr(triton, "_add_pairs", lambda *args: (chunks.append(args[-1]), add_pairs(*args)))
-    monkeypatch.setattr(triton, "PAIR_BYTES", 1)
-    _, chunked = gradients(with_triton(attend), call)
-    assert chunks == [slice(0, 2), slice(2, 4), slice(4, 5)]
-    for name, grad in whole.items():
-        assert_close(chunked[name], grad, name=name, gradient=True)
-
-
-def test_a_row_that_sees_nothing_returns_zeros():
-    call = cast(picked(padding=17), torch.float32)
-    call["index_BRK"][0] = -1
-    out = outputs(with_triton(attend)(**to_device(call)))[0]
-    assert not out[0].any() and out[1].all()
 
 
 def test_entries_of_another_dtype_than_the_queries_learn_too():

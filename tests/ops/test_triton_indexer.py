@@ -17,7 +17,7 @@ from check import (
 )
 from oracles import normal
 
-from gsm_kernels import candidate_pool, index_top_k, inverse, score_slots
+from gsm_kernels import index_top_k, inverse, score_slots
 from gsm_kernels.index_top_k import triton
 from gsm_kernels.inverse import add_segments, inverse_index
 from gsm_kernels.rows import Rows, lines_of, row_chunks
@@ -78,15 +78,6 @@ def test_a_pool_narrows_the_choice(monkeypatch, groups):
     assert_same_slots(index_top_k, {**call, **to_device({"pool_BRN": pool}), "block": 3})
 
 
-@pytest.mark.parametrize("scratch", [1, 40 * 8, 40 * 70])
-@pytest.mark.parametrize("op", [index_top_k, candidate_pool], ids=lambda op: op.name)
-def test_chunks_of_rows_change_nothing(monkeypatch, op, scratch):
-    """One row at a time, some rows of one sequence, and one sequence of several."""
-    monkeypatch.setattr("gsm_kernels.rows.SCRATCH", scratch)
-    call = searching(batch=3, rows=2 if scratch == 1 else 9, slots=40, k=45)
-    assert_same_slots(op, call if op is index_top_k else as_pool(call, 45, 4))
-
-
 def test_every_chunk_has_its_rows_once(monkeypatch):
     monkeypatch.setattr("gsm_kernels.rows.SCRATCH", 1000)
     for batch, rows, per_row in [(3, 9, 1), (3, 9, 100), (2, 300, 7), (1, 1, 10_000), (2, 0, 5), (0, 4, 5)]:
@@ -96,12 +87,6 @@ def test_every_chunk_has_its_rows_once(monkeypatch):
             torch.cat([lines_of(row, part) for part in parts] + [row.flatten(0, 1)[:0]]), row.flatten(0, 1)
         )
         assert all(p.lines * per_row <= 1000 or p.lines == 1 for p in parts)
-
-
-def test_minus_zero_is_zero():
-    call = searching(rows=1, slots=6, heads=1, k=3)
-    call["weight_BRJ"] = -torch.ones_like(call["weight_BRJ"])
-    assert_same_slots(index_top_k, call)
 
 
 @pytest.mark.parametrize("groups", [128, 8192])

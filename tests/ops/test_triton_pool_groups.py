@@ -26,11 +26,6 @@ from gsm_kernels.pool_groups import triton
 from gsm_kernels.testing import assert_close
 
 
-def test_gates_far_apart_choose_one_token():
-    call = packed()
-    assert_agrees(pool_groups, {**call, "gate_BSC": 1e4 * call["gate_BSC"]})
-
-
 def halves(op, ratio=2):
     """Values and gates as a compressor has them, side by side in one tensor."""
 
