@@ -20,7 +20,7 @@ import pytest
 import tiny_text
 import torch
 from adversary.kills import difference
-from short_runs import arguments, lines, no_death, started
+from short_runs import arguments, lines, no_death, started, typed
 
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
@@ -151,10 +151,8 @@ def test_other_names_and_places_are_as_good_as_before(word: str):
 
 
 @pytest.mark.parametrize("word", ["logs=''", "name=../../x", "folder=/", "data.path=/tmp/\udcff"])
-def test_nothing_is_written_before_a_place_was_looked_at(word: str, tmp_path: Path):
+def test_nothing_is_written_before_a_place_was_looked_at(word: str, tmp_path: Path, processes: Any):
     """Hydra makes the folder of a run itself, before the configuration is checked as a whole."""
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "kernels")])
-    command = [sys.executable, str(ROOT / "train.py"), f"logs={tmp_path / 'a/b'}", word]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths})
+    done = typed(processes, tmp_path, "train.py", f"logs={tmp_path / 'a/b'}", word)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: ")
     assert not list(tmp_path.iterdir())

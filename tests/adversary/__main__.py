@@ -17,7 +17,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # read where a kernel is decorat
 
 import torch  # noqa: E402
 
-from adversary import calls, damage, inside, kills, payloads, texts, values  # noqa: E402
+from adversary import calls, damage, inside, kills, payloads, values  # noqa: E402
 from adversary.outcome import ENDS, FAILED, Case, Result, attempt  # noqa: E402
 from adversary.world import World  # noqa: E402
 
@@ -28,9 +28,6 @@ CLASSES: dict[str, tuple[str, float, Callable[[random.Random, World], Case]]] = 
     "entries": ("other entries of a checkpoint", 0.14, damage.entries),
     "values": ("bad values of every key", 0.15, values.case),
     "calls": ("hostile calls on a static memory", 0.13, calls.case),
-    "texts": ("hostile text files", 0.02, texts.case),
-    "sizes": ("sizes without bound, groups left out", 0.03, values.sizes),
-    "places": ("places that a run may write to", 0.03, values.places),
 }
 KILLS = "kills"
 SUBJECTS = {kind: subject for kind, (subject, *_) in CLASSES.items()} | {

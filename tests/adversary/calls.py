@@ -88,14 +88,13 @@ def case(draw: random.Random, world: World) -> Case:
     """Some hostile calls, one after another, and then what has to come out as if none of them had been."""
     name, override = draw.choice(MODELS)
     made = model(name, override)
-    engine = draw.random() < 0.3
     state = draw.getstate()
 
     def run(folder: Path) -> None:
         draw.setstate(state)
-        (_engine if engine else _model)(draw, made)
+        _model(draw, made)
 
-    return Case(run, f"{name} {override}, {'Engine' if engine else 'model'}", (), 30)
+    return Case(run, f"{name} {override}", (), 30)
 
 
 @torch.no_grad()
@@ -206,29 +205,3 @@ def _tried(call: Callable[[], Any]) -> Any:
 def _check_same(got: torch.Tensor, want: torch.Tensor, subject: str) -> None:
     if got.shape != want.shape or not torch.allclose(got, want, atol=TOLERANCE, rtol=TOLERANCE, equal_nan=False):
         raise Wrong(f"{subject}: logits differ from those of a growing memory by {(got - want).abs().max().item():.2e}")
-
-
-@torch.no_grad()
-def _engine(draw: random.Random, made: Any) -> None:
-    tokens = torch.randint(VOCABULARY, (BATCH, CAPACITY), generator=torch.Generator().manual_seed(1))
-    engine = gsm.Engine(made, batch=BATCH, capacity=CAPACITY, chunk=draw.choice([1, 3, 4096]))
-    engine.prefill(tokens[:, :READ])
-    for _ in range(draw.choice([1, 2, 3])):
-        before = engine.memory.clone()
-        kind = draw.choice(["prefill", "decode", "generate", "load"])
-        ids = tensor(draw, BATCH, draw.choice([1, 3, CAPACITY - before.used + 1]), "tokens")
-        documents = tensor(draw, BATCH, 3, "documents") if draw.random() < 0.4 else None
-        calls: dict[str, Callable[[], Any]] = {
-            "prefill": lambda ids=ids, documents=documents: engine.prefill(ids, documents),
-            "decode": lambda ids=ids: engine.decode(ids.flatten()[: draw.choice([0, 1, 2, 2, 2])]),
-            "generate": lambda ids=ids: engine.generate(ids, **_options(draw)),
-            "load": lambda: engine.load(made.start(draw.choice([1, BATCH]), draw.choice([None, CAPACITY - 1]))),
-        }
-        answer = _tried(calls[kind])
-        if isinstance(answer, ValueError) and kind != "generate" and engine.memory.used != before.used:
-            raise Wrong(f"a refused {kind} has read {engine.memory.used - before.used} tokens")
-        engine.load(before)
-    decoded = engine.decode(tokens[:, READ])
-    growing = made(tokens[:, :READ], memory=made.start(BATCH)).memory
-    expected = made(tokens[:, READ : READ + 1], memory=growing).logits[:, -1]
-    _check_same(decoded, expected, "a token that an engine decodes after the calls")

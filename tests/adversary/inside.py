@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import gsm.experiments.execute  # noqa: F401 - what train.py imports late: whoever is forked from here has it
 from gsm.config.command_line import REMEDIES, errors_as_sentences
 from gsm.config.compose import compose
@@ -25,8 +23,6 @@ __all__ = [
     "commit",
     "compose",
     "errors_as_sentences",
-    "ids",
-    "open_data",
     "prepare",
     "resumed",
     "often_noted",
@@ -54,13 +50,6 @@ def resumed(config: Mapping[str, Any]) -> dict[str, Any]:
     assemble(config, start)
     assert start.checkpoint is not None, "it starts over without a word"
     return read_checkpoint(start.checkpoint)
-
-
-def ids(config: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Every sequence of both splits, in order."""
-    data: Any = open_data(config)
-    splits = (data.train_set, data.validation_set)
-    return [split[number]["tokens"].clone() for split in splits for number in range(len(split))]
 
 
 def often_noted() -> None:

@@ -1,10 +1,9 @@
-"""Bad values for every key; sizes without bound and groups left out; places that a run may write to."""
+"""Bad values for every key."""
 
 from __future__ import annotations
 
 import functools
 import math
-import os
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,7 +36,8 @@ CHOICES: tuple[list[str], ...] = (
     ["model/residual=plain", "data=recall", *SYNTHETIC],
     ["model/residual=plain", "data=state_tracking", *SYNTHETIC],
 )
-PLACES = {"name", "arm", "logs", "folder", "data.path", "data.cache_dir", "resume", "start_from"}  # tried by `places`
+# test_adversary.py has bad places.
+PLACES = {"name", "arm", "logs", "folder", "data.path", "data.cache_dir", "resume", "start_from"}
 # Of several runs, or no value to type.
 LEFT_OUT = ("choices.", "model.geometry.", "logger.", "arms", "seeds", "runs", "jobs", "table", "tune")
 UNTYPED = ("_target_", "_partial_", "path", "save_dir")
@@ -45,11 +45,6 @@ BAD_ANYWHERE = "null '' [] [1,2] {a:1} true abc größer '\u202e\u0000x' -1 0 na
 BAD_NUMBERS = "-1 0 -0.5 nan inf -inf 1e30 1e-30 0.5 -1e9 2 3 7 0x10 1_000 1e3".split()
 BAD_LISTS = "[] [0] [-1] null abc [nan] 5 [1,1] [3,2,1] [999] [[1]] ['']".split()
 BAD_WORDS = ["''", "null", "3", "[]", "größer", "'\u0000'", "x" * 5000, "true", "../x", "."]
-GROUPS = "model size data optimizer trainer callbacks logger model/writer model/retriever".split()
-BAD_PLACES = "../../x .. . '' null / /x .replaced a/../../../x 'a/b' ~ '\u0000' größer - 'a\u202eb' /dev/null".split()
-BAD_PLACES += [*"/proc/self/x logs/.replaced ... -1 true [a,b] {a:1}".split(), "' '", "x" * 300]
-LONG = ("trainer.max_steps", "global_batch")  # who asks for much time gets it; for centuries, not
-HUGE = ("100000", "10000000", "1000000000", "1000000000000", "9223372036854775807", "9223372036854775808")
 
 
 def case(draw: random.Random, world: World) -> Case:
@@ -61,20 +56,6 @@ def case(draw: random.Random, world: World) -> Case:
     bad = [f"{key}={_value(draw, known[key])}" for key in keys]
     trains = draw.random() < 0.25
     return _tried(world, given, bad, keys, trains)
-
-
-def sizes(draw: random.Random, world: World) -> Case:
-    """Sizes without bound, groups that are null or deleted."""
-    choice = draw.choice(CHOICES)
-    given = [*SIZES, *TRAINS, *choice]
-    if draw.random() < 0.5:
-        group = draw.choice(GROUPS)
-        return _tried(world, given, [draw.choice([f"{group}=null", f"~{group}"])], [group], True)
-    known = _keys(tuple(given), str(world.home / "text"))
-    whole = sorted(key for key, value in known.items() if type(value) is int)
-    key = draw.choice(whole)
-    value = draw.choice(HUGE)
-    return _tried(world, given, [f"{key}={value}"], [key], key not in LONG and value != HUGE[0])  # which takes minutes
 
 
 @functools.cache
@@ -134,28 +115,6 @@ def _tried(world: World, given: list[str], bad: list[str], keys: list[str], trai
     chosen = [word for word in given if "/" in word or word.startswith(("model=", "data=", "optimizer="))]
     title = f"{' '.join(chosen)} with {' '.join(map(_shown, bad))}"
     return Case(run, title, tuple(sorted(last)), 20, (world.home / "cache",))
-
-
-def places(draw: random.Random, world: World) -> Case:
-    """A run with a bad place: nothing lies outside of its folder of logs, or of the chosen folder, afterwards."""
-    key = draw.choice([*["name", "arm", "logs", "folder"] * 2, "seed", "resume", "start_from"])
-    word = draw.choice([word for word in BAD_PLACES if word != "/x" or key not in ("logs", "folder")])
-    bad = f"{key}={word}"
-
-    def run(folder: Path) -> None:
-        home, before = folder / "a/b/c", set(folder.iterdir())
-        home.mkdir(parents=True)
-        os.chdir(home)
-        logs = home / "logs"
-        inside.train(world.config("placed", f"logs={logs}", bad))
-        chosen = logs if key not in ("logs", "folder") else (home / word.strip("'")).resolve()
-        files = {path for path in folder.rglob("*") if path.is_file()} - before
-        left = [path for path in files if chosen not in path.parents]
-        if left:
-            raise Wrong(f"it wrote to {left[0].relative_to(folder)}")
-
-    names = (key, "not a directory", "file exists", *(["checkpoint"] if key in ("resume", "start_from") else []))
-    return Case(run, _shown(bad), names, 40, (world.home / "cache",))
 
 
 def _shown(word: str) -> str:
