@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from gsm.config import command_line
 from gsm.config.compose import compose
 from gsm.config.load import instantiate
+from gsm.paths import ROOT
 from gsm.training import run
 from gsm.training.callbacks.summary import Summary
 from gsm.training.folder import Start
@@ -118,6 +122,37 @@ def run_here(config: dict[str, Any], log: Path, death: Callable[[], None]) -> No
     death()
     with command_line.errors_as_sentences():
         train(config)
+
+
+def typed(processes: Any, folder: Path, script: str, *words: str, **environment: str) -> CompletedProcess[str]:
+    """Run a script of the project in a folder, in a fresh process that has its imports done already.
+
+    Args:
+        processes: the fixture of this name.
+        folder: the process's current folder.
+        environment: variables of the process.
+    """
+    with tempfile.TemporaryDirectory() as outputs:
+        streams = [Path(outputs) / "stdout", Path(outputs) / "stderr"]
+        child = processes.Process(target=_be_the_script, args=(folder, streams, script, words, environment))
+        child.start()
+        child.join()
+        stdout, stderr = (stream.read_text() for stream in streams)
+    return CompletedProcess([script, *words], child.exitcode, stdout, stderr)
+
+
+def _be_the_script(
+    folder: Path, streams: list[Path], script: str, words: tuple[str, ...], environment: dict[str, str]
+) -> None:
+    for number, stream in enumerate(streams, 1):
+        with stream.open("wb") as file:
+            os.dup2(file.fileno(), number)
+    os.environ |= environment
+    sys.path += filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    sys.argv = [str(ROOT / script), *words]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def arguments(home: Path, name: str, *more: str) -> list[str]:

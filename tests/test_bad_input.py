@@ -1,5 +1,7 @@
-"""Bad input gets a sentence that names the field, the value and the limit. (Configurations and checkpoints:
-test_configs.)"""
+"""Models, slots, layers and memories refuse a wrong value in a sentence that names the field, the value and the limit.
+
+Configurations and checkpoints: test_configs.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small import GEOMETRY, build, random_tokens
+from small import GEOMETRY, build, random_tokens, variant
 
 from gsm.engine import Engine
+from gsm.layers.experts import MixtureOfExperts
+from gsm.layers.indexer_training import KL
 from gsm.layers.residual import HyperConnection
+from gsm.layers.residual_attention import ResidualAttention
 from gsm.layers.rope import Rope
 from gsm.models.baseline import Baseline
 from gsm.models.gsm import GSM
@@ -43,6 +48,22 @@ def prefill(prompt, memory, **options):
 def used(batch, capacity):
     memory = start(batch, capacity)
     return build("gsm-writer=additive")(TOKENS[:batch], memory=memory).memory
+
+
+def mixer(name, **options):
+    return lambda: variant("mixer", name)(GEOMETRY.shape(), geometry=GEOMETRY, name="decoder/1", **options)
+
+
+def experts(**options):
+    return lambda: MixtureOfExperts(8, 12, **{"experts": 6, "chosen": 2, **options})
+
+
+def yarn(**options):
+    return lambda: Rope(4, base=1e4, factor=2.0, **options)
+
+
+def written(writer, **options):
+    return lambda: GSM(GEOMETRY, writer=variant("writer", writer), **options)
 
 
 CASES = {
@@ -152,6 +173,81 @@ CASES = {
     "context scaled down": (
         lambda: Rope(4, base=1e4, factor=0.5),
         r"yarn_factor=0.5 is not allowed. Use at least 1 \(1: off\)",
+    ),
+    "a ramp that ends where it begins": (
+        yarn(beta_fast=1.0),
+        "yarn_beta_fast=1.0 is not allowed with yarn_beta_slow=1.0",
+    ),
+    "a ramp that begins at nothing": (yarn(beta_slow=0.0), "yarn_beta_slow=0.0 .* yarn_beta_slow > 0"),
+    "a temperature below 0": (
+        yarn(mscale=-1.0),
+        r"yarn_mscale=-1.0 is not allowed. Use at least 0 \(0: no attention temperature\)",
+    ),
+    "more experts of a row than experts": (experts(chosen=7), "chosen=7 .* Use a number from 1 to the 6 experts"),
+    "no expert of a row": (experts(chosen=0), "chosen=0 is not allowed. Use a number from 1 to the 6 experts"),
+    "experts that do not divide the width": (
+        experts(chosen=4),
+        "feed_forward_dim=12 is not allowed because the 5 experts of a row",
+    ),
+    "slots that do not divide the state": (
+        written("multi_slot"),
+        "model.writer.slots=2 is not allowed because it must divide state_size=7",
+    ),
+    "a state too small to predict it": (
+        written("delta", state_size=1),
+        "state_size=1 is not allowed with writer delta",
+    ),
+    "an unknown training of indexers beyond a context": (
+        lambda: KL(beyond="all"),
+        r"model\.indexer_training\.beyond='all' is not allowed. Use 'sampled' or 'selected'",
+    ),
+    "blocks of one token": (mixer("nsa", block=1), "block=1 is not allowed because it is below 2"),
+    "too few blocks": (mixer("nsa", blocks=2), "blocks=2 is not allowed because it is below 3"),
+    "a window of nothing": (
+        mixer("nsa", window=0),
+        "window=0 is not allowed. Use at least 1 token, or null for the size's window",
+    ),
+    "key heads that do not divide the heads": (
+        mixer("nsa", key_value_heads=3),
+        "key_value_heads=3 is not allowed because it must divide the 4 query heads",
+    ),
+    "a strength above 2": (
+        mixer("delta_net", largest_beta=2.5),
+        "largest_beta=2.5 is not allowed .* above 0 and at most 2",
+    ),
+    "a product of no steps": (mixer("delta_product", steps=0), "steps=0 is not allowed because it is below 1"),
+    "a convolution of nothing": (
+        mixer("linear_attention", convolution=0),
+        "convolution=0 is not allowed because it is below 1",
+    ),
+    "no slots": (mixer("gsa", slots=0), "slots=0 is not allowed because it is below 1"),
+    "no damping": (mixer("gsa", damping=0.0), "damping=0.0 is not allowed. Use a number above 0"),
+    "more chosen slots than slots": (
+        mixer("raven", top_k=9),
+        "top_k=9 is not allowed. Use a number from 1 to the 8 slots",
+    ),
+    "an odd number of rotated channels": (
+        mixer("mamba3", rotated=3),
+        "rotated=3 is not allowed. Use an even number from 2 to the 8 channels",
+    ),
+    "a mixture of layers on no scale": (
+        lambda: ResidualAttention(
+            GEOMETRY.shape(), geometry=GEOMETRY, name="encoder/2", first=False, key_value_heads=2, scale=0.0
+        ),
+        "scale=0.0 is not allowed because weights are divided by it",
+    ),
+    "a memory of another batch to take over": (
+        lambda: start(1, 30).load(start(2, 30)),
+        "memory for batch 2 and capacity 30 cannot be loaded into a memory for batch 1 and capacity 30",
+    ),
+    "a memory of another capacity to take over": (
+        lambda: start(1, 30).load(start(1, 31)),
+        "cannot be loaded into a memory for batch 1 and capacity 30",
+    ),
+    "a growing memory to take over": (lambda: start(1, 30).load(start(1)), "capacity None cannot be loaded"),
+    "a growing memory that is to take over another": (
+        lambda: start(1).load(start(1, 30)),
+        "a growing memory is never changed in place",
     ),
     "negative temperature": (
         lambda: sample(torch.zeros(1, 3), -1.0),

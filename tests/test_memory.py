@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from small import MEMORIES, SHALLOW, K, M, W, assert_same, build, variant
 
+from gsm.cache.memory import Memory, _tensors
 from gsm.models.base import LanguageModel
 
 EXAMPLES = -(-int(os.environ.get("GSM_FUZZ", "200")) // len(MEMORIES))  # sequences of calls for each model
@@ -44,6 +45,11 @@ def documents(draw: st.DrawFn, length: int) -> list[int]:
     while len(ids) < length:
         ids += [draw(st.integers(0, 2))] * draw(st.sampled_from((length, 1, 2, W, M, 2 * M)))
     return ids[:length]
+
+
+def places(memory: Memory) -> list[int]:
+    """Return the addresses of a memory's buffers."""
+    return [tensor.data_ptr() for _, tensor in _tensors(memory, "") if tensor.numel()]
 
 
 class Calls(RuleBasedStateMachine):
@@ -119,7 +125,9 @@ class Calls(RuleBasedStateMachine):
         """Buffers that have read another text take this memory over."""
         other = self.model.start(self.memory.batch, self.memory.capacity)
         self.model(self.tokens.flip(1), memory=other, rows=1)
+        before = places(other)
         other.load(self.memory)
+        assert places(other) == before, "a buffer has moved"
         self.memory, self.marks = other, []
 
     @rule()
@@ -141,8 +149,13 @@ class Calls(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.tokens) < 4)
     @rule()
+    @torch.no_grad()
     def expand(self) -> None:
-        self.memory, self.marks = self.memory.expand(2), []
+        """Repeat every sequence, and spoil the original where a call may change it."""
+        original, self.memory, self.marks = self.memory, self.memory.expand(2), []
+        assert self.memory.nbytes() == 2 * original.nbytes()
+        if original.capacity is None or original.used < original.capacity:
+            self.model(self.tokens[:, :1], memory=original)
         self.tokens, self.documents, self.want = (
             x.repeat_interleave(2, 0) for x in (self.tokens, self.documents, self.want)
         )

@@ -144,20 +144,6 @@ def test_a_token_that_is_far_away_counts_through_its_block_alone_if_at_all():
     assert (seen["decoder/1/window/weights"] > 0).sum(-1).eq(GEOMETRY.window).all()
 
 
-@pytest.mark.parametrize(
-    ("knobs", "message"),
-    [
-        ({"block": 1}, "block=1 is not allowed because it is below 2"),
-        ({"blocks": 2}, "blocks=2 is not allowed because it is below 3"),
-        ({"window": 0}, "window=0 is not allowed. Use at least 1 token, or null for the size's window"),
-        ({"key_value_heads": 3}, "key_value_heads=3 is not allowed because it must divide the 4 query heads"),
-    ],
-)
-def test_a_knob_that_cannot_be_is_named(knobs, message):
-    with pytest.raises(ValueError, match=message):
-        nsa(**knobs)
-
-
 def test_as_many_blocks_are_selected_as_hold_the_size_s_top_k():
     assert nsa().blocks == 4 and nsa(replace(GEOMETRY, top_k=17)).blocks == 6
 

@@ -8,8 +8,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,14 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from short_runs import arguments, at_call, count_calls, lines, no_death, started
+from short_runs import arguments, at_call, count_calls, lines, no_death, started, typed
 
 import gsm.training.callbacks.checkpoints as files
 from gsm.config import command_line
 from gsm.config.compose import compose
 from gsm.config.load import CheckpointError, instantiate
 from gsm.files import write_json
-from gsm.paths import ROOT
 from gsm.training.folder import Start, prepare
 from gsm.training.module import LanguageModeling
 
@@ -69,12 +66,10 @@ def test_a_file_that_cannot_be_written_is_named_and_what_was_there_stays(
 
 
 @pytest.mark.slow
-def test_a_folder_that_cannot_be_made_is_one_sentence(home: Path):
+def test_a_folder_that_cannot_be_made_is_one_sentence(home: Path, processes: Any):
     (home / "taken").write_text("a file where the logs should go")
     given = [*arguments(home, "nowhere"), f"logs={home / 'taken'}"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *given], capture_output=True, text=True, timeout=170, check=False
-    )
+    done = typed(processes, home, "train.py", *given)
     assert done.returncode == 1
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     assert str(home / "taken") in done.stderr and "logs=" in done.stderr

@@ -79,20 +79,6 @@ def test_decoding_token_by_token_equals_the_full_forward(case):
             out = model(tokens[:, t : t + 1], memory=out.memory, rows=1)
 
 
-@pytest.mark.parametrize("case", ["gsm-writer=additive", "baseline-residual=mhc"])
-@torch.no_grad()
-def test_a_growing_memory_is_never_changed_and_can_be_forked(case):
-    model, tokens = build(case), random_tokens(1, 30)
-    memory = model(tokens, memory=model.start(), rows=1).memory
-    before = memory.clone()
-    left = model(tokens[:, :3], memory=memory).logits
-    model(tokens[:, 5:9], memory=memory)
-    assert_same(model(tokens[:, :3], memory=memory).logits, left, "a second call on the same memory")
-    assert_same(model(tokens[:, :3], memory=before).logits, left, "a call on a clone made before")
-    many = model(tokens[:, :3].expand(3, -1), memory=memory.expand(3)).logits
-    assert_same(many, left.expand(3, -1, -1), "an expanded memory")
-
-
 @torch.no_grad()
 def test_a_memory_holds_on_to_nothing_of_the_caller():
     model, documents = build("gsm-writer=additive"), torch.zeros(1, 1, dtype=torch.int64)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from short_runs import typed
 from small import mostly_nightly
 
 from gsm import notebook, paths
@@ -194,23 +195,22 @@ def own_part(folder: Path, name: str = "own") -> Path:
     return folder / f"{name}_yamls"
 
 
-def typed(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What ``train.py`` says to these words, of a run that is not begun."""
-    paths_there = os.pathsep.join([str(paths.PACKAGE.parent), str(paths.ROOT / "kernels"), str(folder)])
-    command = [sys.executable, str(paths.ROOT / "train.py"), "size=pico", "data=needle", "trainer=cpu"]
-    command += [f"logs={folder / 'logs'}", "trainer.max_steps=1", "+trainer.max_time=1", *words]  # refused last of all
-    there = {**os.environ, "PYTHONPATH": paths_there, **environment}
-    return subprocess.run(command, cwd=folder, env=there, capture_output=True, text=True, check=False)
+def refused(processes: Any, folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Type a command that trains nothing: its last word is refused after all others were checked."""
+    given = ["size=pico", "data=needle", "trainer=cpu", f"logs={folder / 'logs'}", "trainer.max_steps=1"]
+    given += ["+trainer.max_time=1", *words]
+    return typed(processes, folder, "train.py", *given, PYTHONPATH=str(folder), **environment)
 
 
-def test_folders_of_yamls_are_added_up(tmp_path, monkeypatch):
+def test_folders_of_yamls_are_added_up(tmp_path, monkeypatch, processes):
     """That of --config-dir was the only one: it took the place of those in GSM_CONFIGS, which train.py did not read."""
     one, two = own_part(tmp_path, "one"), own_part(tmp_path, "two")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("GSM_CONFIGS", str(two))
     assert compose(["size=pico", "model/writer=two"])["model"]["writer"]["_target_"] == "two_writer.Own"
-    assert "trainer.max_time=1 is not allowed" in typed(tmp_path, "model/writer=two", "--config-dir", str(one)).stderr
-    said = typed(tmp_path, GSM_CONFIGS=str(tmp_path / "gone")).stderr
+    done = refused(processes, tmp_path, "model/writer=two", "--config-dir", str(one))
+    assert "trainer.max_time=1 is not allowed" in done.stderr
+    said = refused(processes, tmp_path, GSM_CONFIGS=str(tmp_path / "gone")).stderr
     assert said == f"error: GSM_CONFIGS names {tmp_path / 'gone'}, but there is no such folder\n"
 
 
@@ -224,14 +224,14 @@ def test_a_pipe_among_yamls_is_not_waited_for(where, tmp_path):
         compose(["model=own"], directories=[tmp_path])
 
 
-def test_what_could_not_be_loaded_again_is_not_trained(tmp_path):
+def test_what_could_not_be_loaded_again_is_not_trained(tmp_path, processes):
     """A class that was composed on the command line trained, and its checkpoint could not be evaluated."""
     own = own_part(tmp_path)
     words = ["model.writer._target_=own_writer.Own"]
     for more in ([], ["arms={one: []}", "seeds=1"]):
-        done = typed(tmp_path, *words, *more)
+        done = refused(processes, tmp_path, *words, *more)
         assert done.returncode == 1 and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
         assert "model.writer._target_ names 'own_writer.Own', but no yaml" in done.stderr
         assert "what is trained could not be loaded again: write a yaml" in done.stderr
     assert not list((tmp_path / "logs").rglob("*.ckpt"))
-    assert "trainer.max_time=1 is not allowed" in typed(tmp_path, *words, "--config-dir", str(own)).stderr
+    assert "trainer.max_time=1 is not allowed" in refused(processes, tmp_path, *words, "--config-dir", str(own)).stderr

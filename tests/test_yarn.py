@@ -91,19 +91,6 @@ def test_a_model_takes_the_weights_of_one_without_it(case: str):
     assert not torch.allclose(long(tokens).logits, plain(tokens).logits)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"beta_fast": 1.0}, "yarn_beta_fast=1.0 is not allowed with yarn_beta_slow=1.0"),
-        ({"beta_slow": 0.0}, "yarn_beta_slow=0.0 .* yarn_beta_slow > 0"),
-        ({"mscale": -1.0}, r"yarn_mscale=-1.0 is not allowed. Use at least 0 \(0: no attention temperature\)"),
-    ],
-)
-def test_what_cannot_be_is_said(wrong: dict[str, Any], said: str):
-    with pytest.raises(ValueError, match=said):
-        Rope(4, base=1e4, factor=2.0, **wrong)
-
-
 def built(case: str, **yarn: Any):
     geometry: Geometry = replace(small.GEOMETRY, **yarn)
     return small.build(case, geometry=geometry)

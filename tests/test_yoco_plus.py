@@ -3,7 +3,6 @@ memory is tested with all other models (`small.cases`)."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from small import GEOMETRY, assert_same, build, random_tokens, randomise
 
@@ -58,11 +57,6 @@ def test_a_fresh_layer_is_plain_attention():
     got, _ = run(fresh, x_BTD, HandedOn(other_BTU, below.history))
     want, _ = plain(x_BTD, SPAN, forgetful(plain.start(2, "encoder")), None)
     assert_same(got, want, "a layer whose weights are 0 and 1", 1e-7)  # weights are made in float32
-
-
-def test_a_scale_that_cannot_be_is_named():
-    with pytest.raises(ValueError, match="scale=0.0 is not allowed because weights are divided by it"):
-        layer(first=False, scale=0.0)
 
 
 @torch.no_grad()
