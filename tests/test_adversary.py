@@ -102,7 +102,7 @@ def killed_in_the_last_validation() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         whole(self, *given)
 
-    LanguageModeling.validation_step = step
+    setattr(LanguageModeling, "validation_step", step)  # noqa: B010
 
 
 GROUPS = ("optimizer", "model", "data", "trainer", "size")

@@ -195,6 +195,19 @@ def test_a_row_meets_as_many_weights_as_in_a_dense_one_and_the_router_s():
     assert mixture.unmet() == (EXPERTS - CHOSEN) * 3 * DIM * HIDDEN // (CHOSEN + 1)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"chosen": 7}, "chosen=7 is not allowed. Use a number from 1 to the 6 experts"),
+        ({"chosen": 0}, "chosen=0 is not allowed. Use a number from 1 to the 6 experts"),
+        ({"chosen": 4}, r"feed_forward_dim=12 is not allowed because the 5 experts of a row"),
+    ],
+)
+def test_experts_that_cannot_be_are_named(options, said):
+    with pytest.raises(ValueError, match=said):
+        layer(**options)
+
+
 @pytest.mark.parametrize("case", [MOE, "baseline-feed_forward=moe"])
 def test_a_model_counts_every_row_once_however_often_it_runs(case):
     tokens, outputs = random_tokens(2, 20), []

@@ -352,6 +352,13 @@ def test_recomputing_activations_changes_no_gradient_of_a_sample():
         assert_same(grads[1][name], grad, f"gradient of {name}", 1e-12)
 
 
+def test_another_name_for_what_is_beyond_is_refused():
+    with pytest.raises(
+        ValueError, match=r"model\.indexer_training\.beyond='all' is not allowed. Use 'sampled' or 'selected'"
+    ):
+        KL(beyond="all")
+
+
 @pytest.mark.parametrize("name", ["paper_long_context", "paper_cot", "paper_ablate_indexer", "afternoon"])
 def test_recipes_that_go_to_64k_train_indexers_on_a_sample_there_and_say_so(name):
     """As their comments tell: below, on every row."""

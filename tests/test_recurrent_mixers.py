@@ -221,6 +221,23 @@ def test_delta_product_of_one_step_is_delta_net():
     assert torch.equal(alone(one, x_BTD, span), alone(net, x_BTD, span))
 
 
+@pytest.mark.parametrize(
+    ("name", "knobs", "message"),
+    [
+        ("delta_net", {"largest_beta": 2.5}, "largest_beta=2.5 is not allowed .* above 0 and at most 2"),
+        ("delta_product", {"steps": 0}, "steps=0 is not allowed because it is below 1"),
+        ("linear_attention", {"convolution": 0}, "convolution=0 is not allowed because it is below 1"),
+        ("gsa", {"slots": 0}, "slots=0 is not allowed because it is below 1"),
+        ("raven", {"top_k": 9}, "top_k=9 is not allowed. Use a number from 1 to the 8 slots"),
+        ("gsa", {"damping": 0.0}, "damping=0.0 is not allowed. Use a number above 0"),
+        ("mamba3", {"rotated": 3}, "rotated=3 is not allowed. Use an even number from 2 to the 8 channels"),
+    ],
+)
+def test_a_knob_that_cannot_be_is_named(name, knobs, message):
+    with pytest.raises(ValueError, match=message):
+        mixer_of(name, **knobs)
+
+
 def test_the_convolution_equals_pytorch_s_on_one_document():
     convolution, x_BTC = ShortConvolution(6, 4).double(), torch.randn(2, 11, 6, dtype=torch.float64)
     want = F.conv1d(F.pad(x_BTC.mT, (3, 0)), convolution.weight.flip(-1)[:, None], groups=6).mT

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from small import GEOMETRY, MEMORIES, RATIO, SHALLOW, assert_same, build, choices, comparators, random_tokens
+from torch.utils._pytree import tree_leaves
 
 from gsm.cache.memory import Memory, _tensors
 from gsm.cache.store import StaticColumn, StaticWindow
@@ -99,9 +100,7 @@ def test_a_decode_step_makes_the_same_calls_with_the_same_shapes_at_every_positi
 
     class Listen(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            shapes = [
-                tuple(one.shape) for one in torch.utils._pytree.tree_leaves(args) if isinstance(one, torch.Tensor)
-            ]
+            shapes = [tuple(one.shape) for one in tree_leaves(args) if isinstance(one, torch.Tensor)]
             calls.append((str(func), shapes))
             return func(*args, **(kwargs or {}))
 

@@ -101,6 +101,7 @@ def test_prefill_in_chunks_equals_one_prefill(case: str, capacity: int | None):
             part = model.prefill(tokens, start(), chunk=chunk)
         assert rows == at_once, f"in chunks of {chunk}"
         assert_same(part.logits, whole.logits, f"prefill in chunks of {chunk}")
+        assert part.memory is not None and whole.memory is not None
         assert part.memory.breakdown() == whole.memory.breakdown()
         for kept, wanted in zip(tensors(part.memory), tensors(whole.memory), strict=True):
             assert_same(kept, wanted, f"memory after prefill in chunks of {chunk}")

@@ -154,6 +154,16 @@ def test_the_state_of_every_writer_has_the_same_size_at_any_length(name: str):
     assert short == long >= model.state_size * GEOMETRY.entry_dim * 8
 
 
+def test_a_state_that_the_slots_do_not_divide_is_refused():
+    with pytest.raises(ValueError, match="model.writer.slots=2 is not allowed because it must divide state_size=7"):
+        GSM(GEOMETRY, writer=variant("writer", "multi_slot"))
+
+
+def test_a_state_of_one_entry_is_too_small_to_predict_it():
+    with pytest.raises(ValueError, match="state_size=1 is not allowed with writer delta"):
+        GSM(GEOMETRY, state_size=1, writer=variant("writer", "delta"))
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_writer_of_what_stages_retrieve_is_refused_where_there_are_none(name: str):
     chosen = variant("writer", name)

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from oracles import angles, normal, packed_positions, slot_ranges
@@ -384,7 +385,7 @@ def sizes_of(build: Callable[..., dict], table: dict[str, dict]) -> dict[str, Ca
     return {case: partial(build, **sizes) for case, sizes in table.items()}
 
 
-CASES: dict[str, dict[str, Case]] = {
+CASES: Mapping[str, Mapping[str, Case]] = {
     "attend": sizes_of(attending, ATTENDED | PICKED),
     "attend_band": sizes_of(
         band,
@@ -478,7 +479,7 @@ def outputs(result) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else list(result)
 
 
-def probe(result) -> Tensor:
+def probe(result) -> Tensor | int:
     """A scalar that weighs every differentiable output number differently."""
     total = 0
     for seed, out in enumerate(outputs(result)):
@@ -487,7 +488,7 @@ def probe(result) -> Tensor:
     return total
 
 
-def gradients(function, call: dict) -> tuple[list[Tensor], dict[str, Tensor]]:
+def gradients(function, call: dict) -> tuple[list[Tensor], dict[str, Any]]:
     """Outputs, and the gradient of their probe for every floating-point argument (None where nothing flows)."""
     call = with_leaves(call)
     result = function(**call)

@@ -3,6 +3,7 @@ flash-linear-attention is given."""
 
 import inspect
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -44,14 +45,15 @@ def stand_in(family, form):
     takes = {"simple_gla": (False, None), "delta_rule": (True, False), "gated_delta_rule": (True, 3), "kda": (True, 4)}
     rule, ndim = takes[family]
 
-    def run(q, k, v, beta=None, g=None, *, scale, initial_state, output_final_state, cu_seqlens=None):
+    def run(q, k, v, beta: Any = None, g: Any = None, *, scale, initial_state, output_final_state, cu_seqlens=None):
         assert (beta is not None) == rule and output_final_state
         assert ndim is None or (g.ndim if g is not None else False) == ndim
         bounds = list(range(q.shape[0] + 1)) if cu_seqlens is None else cu_seqlens.tolist()
         outs, states = [], []
         for number, (first, end) in enumerate(itertools.pairwise(bounds)):
             cut = (lambda x, f=first, e=end: x[f:e]) if cu_seqlens is None else (lambda x, f=first, e=end: x[:, f:e])
-            q_, k_, v_, beta_, g_ = (None if x is None else cut(x) for x in (q, k, v, beta, g))
+            q_, k_, v_ = (cut(x) for x in (q, k, v))
+            beta_, g_ = (None if x is None else cut(x) for x in (beta, g))
             never = torch.zeros(q_.shape[:2], dtype=torch.bool)
             decays = (None, g_) if family == "kda" else (g_, None)
             inputs = Inputs(q_, k_, v_, beta_, decays[0], never, ~never, initial_state[number][None], scale, decays[1])

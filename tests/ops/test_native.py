@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def call(tokens: int = 600) -> dict:
     return cast(hyper_connection(batch=1, rows=tokens, width=16), torch.float32)
 
 
-def results(given: dict) -> list[torch.Tensor]:
+def results(given: dict) -> list[Any]:
     """Both results and all gradients."""
     leaves = {name: x.clone().requires_grad_() for name, x in given.items() if isinstance(x, torch.Tensor)}
     out = mhc_boundary(**{**given, **leaves})

@@ -163,8 +163,8 @@ def test_a_memory_may_have_another_dtype_than_the_rows_that_read_it():
 
 
 def test_the_number_of_threads_changes_no_bit(threads):
-    for sizes in ({"batch": 1, "rows": 1, "slots": 2500}, {"batch": 3, "slots": 300}, {"rows": 1, "slots": 40}):
-        given, found = call(**sizes), []
+    for batch, rows, slots in ((1, 1, 2500), (3, 5, 300), (2, 1, 40)):
+        given, found = call(batch, rows, slots), []
         for count in (1, 2, 3, 7):
             threads(count)
             found.append(by_loops(given))

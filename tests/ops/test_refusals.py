@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import calls
 import pytest
 import torch
@@ -92,7 +94,7 @@ NOT_FOR = [  # operation, forced implementation, call in float32, words
 )
 def test_a_forced_implementation_refuses_the_calls_that_it_is_not_made_for(op, name, make, words):
     if name == "numba" and native.missing():
-        pytest.skip(native.missing())
+        pytest.skip(str(native.missing()))
     call = make() if op == "linear_cross_entropy" else cast(make(), torch.float32)
     with using(name), pytest.raises(RuntimeError) as error:
         getattr(gsm_kernels, op)(**to_device(call))
@@ -105,7 +107,7 @@ FAST = [(op, impl.name) for op in OPS for impl in op.fast if impl.name in ("trit
 @pytest.mark.parametrize(("op", "name"), FAST, ids=lambda x: getattr(x, "name", x))
 def test_float64_is_for_the_reference(op, name):
     if name == "numba" and native.missing():
-        pytest.skip(native.missing())
+        pytest.skip(str(native.missing()))
     call = to_device(every_call()[op.name])
     assert op.choose(**call).name not in ("triton", "numba")
     with using(name), pytest.raises(RuntimeError, match=f"{op.name}: cannot run as '{name}': .*float64"):
@@ -138,7 +140,7 @@ def test_packages_take_one_half_type():
     assert "all in float16, got bfloat16, float32" in str(needs_one_half_type(half, full, full))
     assert "got float32" in str(needs_one_half_type(full, full, full))
     call = calls.ranges(rows=17, channels=12, padding=0)
-    meta = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in call.items()}
+    meta: dict[str, Any] = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in call.items()}
     assert "got meta" in str(xformers.refuses(Ranges(**meta)))
 
 

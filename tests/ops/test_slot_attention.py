@@ -50,11 +50,11 @@ def stand_in(form):
         outs, states = [], []
         for number, (first, end) in enumerate(itertools.pairwise(bounds)):
             cut = (lambda x, f=first, e=end: x[f:e]) if cu_seqlens is None else (lambda x, f=first, e=end: x[:, f:e])
-            parts = [cut(x) for x in (q, k, v, s, g)]
-            never = torch.zeros(parts[0].shape[:2], dtype=torch.bool)
+            q_, k_, v_, s_, g_ = (cut(x) for x in (q, k, v, s, g))
+            never = torch.zeros(q_.shape[:2], dtype=torch.bool)
             keys, values = (x[number][None] for x in initial_state)
             state = torch.cat((keys.mT, values), dim=-1)
-            out, state = reference.slot_attention(Inputs(*parts, never, ~never, state, scale))
+            out, state = reference.slot_attention(Inputs(q_, k_, v_, s_, g_, never, ~never, state, scale))
             outs.append(out)
             states.append(state)
         keys, values = torch.cat(states).chunk(2, dim=-1)
@@ -96,7 +96,9 @@ def test_the_library_s_own_naive_form_agrees(name):
     never = torch.zeros_like(call["start_BT"])
     q, k, v, s, g, _, _, state, scale = call.values()
     keys, values = state.chunk(2, dim=-1)
-    expected, (keys, values) = naive_recurrent_gsa(q, k, v, s, g, scale, (keys.mT, values), True)
+    expected, after_all = naive_recurrent_gsa(q, k, v, s, g, scale, (keys.mT, values), True)
+    assert after_all is not None
+    keys, values = after_all
     with using(name):
         out, after = slot_attention(q, k, v, s, g, never, ~never, state, scale)
     assert relative_error(out, expected) < 2e-6
