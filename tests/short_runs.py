@@ -130,11 +130,12 @@ def typed(processes: Any, folder: Path, script: str, *words: str, **environment:
     Args:
         processes: the fixture of this name.
         folder: the process's current folder.
-        environment: variables of the process.
+        environment: variables of the process in addition to those of this one.
     """
     with tempfile.TemporaryDirectory() as outputs:
         streams = [Path(outputs) / "stdout", Path(outputs) / "stderr"]
-        child = processes.Process(target=_be_the_script, args=(folder, streams, script, words, environment))
+        variables = {**os.environ, **environment}
+        child = processes.Process(target=_be_the_script, args=(folder, streams, script, words, variables))
         child.start()
         child.join()
         stdout, stderr = (stream.read_text() for stream in streams)
@@ -147,6 +148,7 @@ def _be_the_script(
     for number, stream in enumerate(streams, 1):
         with stream.open("wb") as file:
             os.dup2(file.fileno(), number)
+    os.environ.clear()
     os.environ |= environment
     sys.path += filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     os.chdir(folder)
