@@ -12,11 +12,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import tiny_text
-from short_runs import typed
 
 from gsm.paths import ROOT
 
@@ -58,53 +56,43 @@ def commands() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def walk(tmp_path_factory: pytest.TempPathFactory, processes: Any) -> Callable[[str], subprocess.CompletedProcess[str]]:
-    """Run a command in a folder with a few texts, after those whose runs it reads.
-
-    The first command of each script starts Python; the others have their imports done already.
-    """
+def walk(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], subprocess.CompletedProcess[str]]:
+    """Runs a command in a folder with a few texts, after those whose runs it reads."""
     folder = tmp_path_factory.mktemp("walk")
     (folder / "texts").mkdir()
     tiny_text.write(folder / "texts")
     shutil.copy(ROOT / "README.md", folder)
 
-    begun = set[str]()
-
     def run(line: str) -> subprocess.CompletedProcess[str]:
         for place, (left, command) in BEFORE.items():
             if place in line and not (folder / left).exists():
                 assert run(command).returncode == 0, place
-        script, *words = words_of(line)
-        if script in begun:
-            return typed(processes, folder, script, *words, OMP_NUM_THREADS="1")
-        begun.add(script if script in FEW else "")
-        command = [sys.executable, str(ROOT / script) if script in FEW else script, *words]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
+            typed(line), cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
         )
 
     return run
 
 
-def words_of(line: str) -> list[str]:
-    """Return a script and its words, so that it is soon over."""
+def typed(line: str) -> list[str]:
+    """The words of a command, so that it is soon over."""
     python, script, *words = shlex.split(line)
     if not script.endswith(".py"):
-        return [script, *words]
+        return [sys.executable, script, *words]
     if words and words[0].startswith("--"):
-        return [script, *words]
+        return [sys.executable, str(ROOT / script), *words]
     for long, short in SMALL.items():
         words = [word.replace(long, short) for word in words]
     if any(word in LONG for word in words):
-        return [script, *words, "--cfg", "job"]
+        return [sys.executable, str(ROOT / script), *words, "--cfg", "job"]
     few = [word for word in FEW[script] if word.partition("=")[0] not in {own.partition("=")[0] for own in words}]
     experiment = next((word.partition("=")[2] for word in words if word.startswith("experiment=")), None)
     few += [f"name={experiment}", "seeds=2"] if experiment else [] if "seeds=3" in words else []
     few += [fewer for word, fewer in FEWER.items() if word in words]
     if script == "train.py" and not words:
         few += ["arm=gsm"]  # the folder of the run without any of these
-    return [script, *words, *few]
+    return [sys.executable, str(ROOT / script), *words, *few]
 
 
 def of_the_night(line: str) -> list[pytest.MarkDecorator]:
