@@ -42,7 +42,7 @@ def in_its_own_process(*words: str, root: Path = ROOT) -> subprocess.CompletedPr
 
 @pytest.mark.slow
 def test_the_judge_sees_its_canaries_in_a_clone_of_any_name(tmp_path: Path):
-    """It took every path with /gsm/ in it for the package, so that in a clone called gsm it saw less."""
+    """The judge knows the package by its place, because a clone may lie in a folder called gsm."""
     clone = tmp_path / "ü x/gsm"
     for name in ("src/gsm", "kernels/gsm_kernels", "tests/adversary"):
         shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("*.ckpt", "numba-*"))
@@ -55,7 +55,7 @@ def test_the_judge_sees_its_canaries_in_a_clone_of_any_name(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # a busy machine is no mistake of a case
 def test_no_case_of_a_sample_fails():
-    """About a minute on a quiet machine; a few cases of every class."""
+    """Try a few cases of every class, in about a minute on a quiet machine."""
     done = in_its_own_process("adversary", "cases=45", "seed=5000")
     assert done.returncode == 0, done.stdout + done.stderr
 
