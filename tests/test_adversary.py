@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -22,7 +21,6 @@ import torch
 from adversary.kills import difference
 from short_runs import arguments, lines, no_death, started, typed
 
-from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.paths import ROOT
 from gsm.training.module import LanguageModeling
@@ -103,27 +101,6 @@ def killed_in_the_last_validation() -> None:
         whole(self, *given)
 
     setattr(LanguageModeling, "validation_step", step)  # noqa: B010
-
-
-GROUPS = ("optimizer", "model", "data", "trainer", "size")
-KEYS = ("model.geometry", "data.context", "optimizer.learning_rate")
-NOT_A_NAME = ("../../x", "..", ".", ".replaced", "null", "''", "' '", "a/b", "/x", "'a\u202eb'", "x" * 300, "[a,b]")
-# A word of a command line, and the beginning of its refusal.
-REFUSED = {
-    **{f"{group}=null": f"{group} is null, but a run needs one of " for group in GROUPS},
-    **{f"~{group}": f"{group} is left out, but a run needs one of " for group in GROUPS},
-    **{f"model/{part}=null": f".*model/{part}" for part in ("writer", "residual", "feed_forward")},
-    **{f"~{key}": rf"{re.escape(key)} has no value, but gsm\.[\w.]+ needs one" for key in KEYS},
-    **{f"{key}={value}": f"{key} is " for key in ("name", "arm") for value in NOT_A_NAME},
-    **{f"{key}={value}": f"{key} is " for key in ("logs", "folder") for value in ("''", "null", "/", "3", "[a]")},
-    "logger=null": "logger is null: write ~logger to do without",
-}
-
-
-@pytest.mark.parametrize("word", REFUSED)
-def test_a_part_that_is_left_out_or_a_place_that_is_none_is_named(word: str):
-    with pytest.raises(ConfigError, match=f"^{REFUSED[word]}"):
-        compose([word] if word.startswith(("size", "~size")) else ["size=pico", word])
 
 
 def test_a_run_may_do_without_loggers_and_callbacks(tmp_path: Path):

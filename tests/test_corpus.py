@@ -16,7 +16,7 @@ import tiny_text
 
 from gsm import files
 from gsm.config.check import ConfigError
-from gsm.config.command_line import call, in_hydras_words
+from gsm.config.command_line import call
 from gsm.config.compose import compose
 from gsm.config.load import checkpoint_file
 from gsm.data import cache, tokens
@@ -228,8 +228,7 @@ def test_a_path_that_begins_with_a_tilde_is_in_the_home(tmp_path: Path, monkeypa
     (home / "texts").mkdir(parents=True)
     tiny_text.write(home / "texts")
     monkeypatch.setenv("HOME", str(home))
-    words = in_hydras_words(["data=folder", "data.path=~/texts", "logs=~", "data.validation=[~/a,'~/b']"])
-    composed = compose(words)
+    composed = compose(["data=folder", "data.path='~/texts'", "logs='~'", "data.validation=['~/a','~/b']"])
     assert composed["data"]["path"] == f"{home}/texts" and composed["folder"].startswith(f"{home}/default/")
     assert composed["data"]["validation"] == [f"{home}/a", f"{home}/b"]
     assert Corpus("~/texts").digest == Corpus(home / "texts").digest

@@ -235,7 +235,7 @@ def test_a_checkpoint_alone_is_enough(runs: tuple[Path, list[dict[str, Any]]], t
         (["outside=1,99999999"], "data: context 99999999 needs at least"),
         (["context=999999"], "data: context 999999 needs at least 1000000 tokens"),
         (["device=abacus"], "device is 'abacus', but PyTorch cannot use it"),
-        (["data=stdlip"], "unknown variant 'stdlip'"),
+        (["data=stdlip"], "In 'train': Could not find 'data/stdlip' Available options"),
         (["path=/nowhere/at/all"], "data: .*nowhere"),
         (["chekpoint=x"], "unknown argument 'chekpoint'; did you mean checkpoint"),
         (["output=/proc/nothing/evaluation.json"], "/proc/nothing/evaluation.json cannot be written"),

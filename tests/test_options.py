@@ -8,8 +8,6 @@ import pytest
 
 from gsm import paths
 from gsm.config import options
-from gsm.config.check import ConfigError
-from gsm.config.compose import compose
 from gsm.config.options import groups_of, listing, scripts_of
 
 GROUPS = groups_of([paths.configs()])
@@ -58,10 +56,3 @@ def test_a_time_is_beside_what_takes_it(tmp_path: Path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment/mine.yaml").write_text("# @package _global_\n# Why?\n# Two CPU cores take 3 hours.\na: b\n")
     assert said("train", tmp_path)["experiment"]["mine"].split() == ["mine", "Why?", "[3", "hours]"]
-
-
-def test_a_group_of_another_script_is_one_sentence():
-    with pytest.raises(ConfigError, match="^benchmark is a group of benchmark.py: python benchmark.py"):
-        compose(["benchmark=kernels"])
-    with pytest.raises(ConfigError, match=r"^model is a group of train.py: python train.py model=gsm$"):
-        compose(["model=gsm"], script="benchmark")

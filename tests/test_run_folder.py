@@ -386,14 +386,15 @@ def test_the_runs_of_an_experiment_say_sentences_too(monkeypatch: pytest.MonkeyP
         monkeypatch.delenv(name, raising=False)
     hooks: Callable[[], Any] = lambda: sys.excepthook  # noqa: E731
     monkeypatch.setattr("threading.excepthook", None)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
     for number, wanted in enumerate([True, True]):  # the parent, and a child, which inherits its environment
         monkeypatch.setattr(sys, "excepthook", None)
-        command_line.prepare(["--help"])
+        command_line.prepare()
         assert (getattr(hooks(), "func", None) is command_line._say) is wanted, number
     monkeypatch.setattr(sys, "excepthook", None)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.delenv(command_line.OURS)
-    command_line.prepare(["--help"])
+    command_line.prepare()
     assert hooks() is None, "the user wants tracebacks"
     assert os.environ["HYDRA_FULL_ERROR"] == "1"
 

@@ -15,9 +15,9 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gsm.errors import ConfigError, within
 
@@ -40,61 +40,39 @@ RANGES: dict[str, tuple[float, float | None]] = {  # of numbers that no part tak
 }
 
 
-class Guide(NamedTuple):
-    """What the error for an unknown key may propose and blame.
-
-    Attributes:
-        groups: all groups of variants.
-        source: the yaml that sets a key; None: no yaml, or none alone.
-        keys: paths of the keys that there are elsewhere.
-    """
-
-    groups: Collection[str] = ()
-    source: Callable[[str], str | None] = lambda key: None
-    keys: Collection[str] = ()
-
-
-UNGUIDED = Guide()
-
-
-def check(config: Mapping[str, Any], reference: Mapping[str, Any], guide: Guide = UNGUIDED) -> None:
-    """Checks a composed and resolved configuration.
+def check(config: Mapping[str, Any], reference: Mapping[str, Any]) -> None:
+    """Check a composed and resolved configuration.
 
     Args:
         config: plain containers.
-        reference: the same groups, without experiment and overrides.
-        guide: for the words of errors.
+        reference: a mapping with all keys that there may be. A part with a ``_target_`` needs none: its constructor's
+            signature has them.
 
     Raises:
         ConfigError: a key that nothing takes, or a value of a type that its taker does not accept.
     """
-    guide = guide._replace(keys=list(_paths(reference)))
-    sources = (
-        "size",
-        "recipe",
-    )  # checked before the parts that repeat their numbers, so that an error names the source
+    sources = ("size", "recipe")  # first, so that an error names them rather than the parts that repeat their numbers
 
     def rank(item: tuple[str, Any]) -> tuple[bool, bool, bool]:
         return isinstance(item[1], Mapping), item[0] not in sources, item[0] == "model"
 
     ordered = sorted(config.items(), key=rank)
     _check_numbers(flat(dict(ordered)))
-    for key, part in reference.items():
-        if isinstance(part, Mapping) and "_target_" in part and not isinstance(config.get(key), Mapping):
-            raise ConfigError(f"{key} is {config.get(key)!r:.40}, but a run needs one")
     if not fits(config.get("global_batch"), int | None):
         raise ConfigError(f"global_batch is {config['global_batch']!r}, but takes a whole number of sequences, or null")
     for key, value in ordered:
         if key not in reference:
-            raise _unknown_key(key, value, reference, "the configuration", guide)
+            raise unknown("key", key, reference, "the configuration")
         if isinstance(reference[key], int) and not fits(value, type(reference[key])):
             raise ConfigError(f"{key} is {value!r} ({type(value).__name__}), but takes {type(reference[key]).__name__}")
+        if isinstance(reference[key], Mapping) and "_target_" in reference[key] and not isinstance(value, Mapping):
+            raise ConfigError(f"{key} is {value!r:.40}, but a run needs one")
         if isinstance(value, Mapping):
-            _check_mapping(value, reference[key], key, guide)
+            _check_mapping(value, reference[key], key)
 
 
 def check_readable(word: str) -> None:
-    """Raises ConfigError for a word of a command line that no file could hold: the name of a file that is not UTF-8."""
+    """Raise ConfigError for a word of a command line that no file can hold, such as a file name that is not UTF-8."""
     try:
         word.encode()
     except UnicodeEncodeError as error:
@@ -102,7 +80,7 @@ def check_readable(word: str) -> None:
 
 
 def check_place(key: str, value: Any) -> None:
-    """Checks where a run goes, and what it begins with: ``name`` and ``arm`` are one folder each, others are somewhere.
+    """Check the place of a run and its beginning: ``name`` and ``arm`` are one folder each, others are somewhere.
 
     Raises ConfigError.
     """
@@ -127,53 +105,11 @@ def check_place(key: str, value: Any) -> None:
         raise ConfigError(f"{key} is '{text:.60}', which is the root of all disks: choose a folder")
 
 
-def unknown(
-    kind: str,
-    name: str,
-    known: Collection[str],
-    place: str,
-    file: str | None = None,
-    deeper: Iterable[str] = (),
-    remedy: str = "",
-) -> ConfigError:
-    """The error for a name in a ``file`` that is not ``known``: proposes the nearest, there or ``deeper``, else a
-    ``remedy``, and lists all."""
-    near = _near(name.rsplit(".", 1)[-1].lower(), known, list(deeper))
-    meant = f"; did you mean {' or '.join(near[:3])}?" if near else f"; {remedy}." if remedy else "."
-    where = f" in {file}" if file else ""
-    return ConfigError(
-        f"unknown {kind} '{name}'{where}{meant} Known in {place}: {', '.join(sorted(known)) or 'nothing'}"
-    )
-
-
-def _near(word: str, known: Collection[str], deeper: Sequence[str]) -> list[str]:
-    """The likeliest of what may have been meant: first names that are here, but for the very same name elsewhere."""
-
-    def last(path: str) -> str:
-        return re.split("[./]", path.partition("=")[0])[-1]
-
-    def initials(name: str) -> str:
-        return "".join(part[:1] for part in name.split("_")) if "_" in name else ""
-
-    tries = (
-        (name for name in known if initials(name) == word or name.lower() == word),
-        (path for path in deeper if last(path) == word),
-        (path for path in deeper if initials(last(path)) == word),
-        (path for path in [*known, *deeper] if word in last(path).split("_")),
-        difflib.get_close_matches(word, known, n=3, cutoff=0.6),
-        (path for path in deeper if difflib.SequenceMatcher(None, word, last(path)).ratio() > 0.7),
-        (name for name in sorted(known) if word in name),
-    )
-    return next((found for one in tries if (found := list(one))), [])
-
-
-def _unknown_key(path: str, value: Any, known: Collection[str], place: str, guide: Guide) -> ConfigError:
-    """The error for a key that nothing takes; it may be the name of a group or of a variant, or stand elsewhere."""
-    choices = [f"{group}={value}" if isinstance(value, str) else group for group in guide.groups]
-    keys = [key for key in guide.keys if key != path and key.replace(".", "/") not in guide.groups]
-    file = guide.source(path)
-    remedy = f"~{path} leaves it out" if file else ""
-    return unknown("key", path, known, place, file, [*choices, *keys], remedy)
+def unknown(kind: str, name: str, known: Collection[str], place: str) -> ConfigError:
+    """Return the error for a name that is not ``known``. It proposes the names that are spelled most like it."""
+    near = difflib.get_close_matches(name.rsplit(".", 1)[-1].lower(), known, n=3)
+    meant = f"; did you mean {' or '.join(near)}?" if near else "."
+    return ConfigError(f"unknown {kind} '{name}'{meant} Known in {place}: {', '.join(sorted(known)) or 'nothing'}")
 
 
 def few(items: Sequence[str], between: str = ", ") -> str:
@@ -210,14 +146,6 @@ def unlike(one: Mapping[str, str | int], two: Mapping[str, str | int]) -> list[s
 def shortened(value: str | int) -> str:
     """Return the first twelve characters of a long text, such as a hash."""
     return f"{value[:12]}..." if isinstance(value, str) and len(value) > 16 else str(value)
-
-
-def _paths(node: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """The path to every key that a user may mean; a recipe's numbers are set where they are used."""
-    for name, below in node.items():
-        if name not in ("hydra", "recipe", *NAMED_PARTS):
-            yield f"{above}{name}"
-            yield from _paths(below, f"{above}{name}.") if isinstance(below, Mapping) else ()
 
 
 def parameters(target: str) -> dict[str, inspect.Parameter] | None:
@@ -273,35 +201,35 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
             within(low, high, **{key: value})
 
 
-def _check_mapping(node: Mapping[str, Any], reference: Any, path: str, guide: Guide) -> None:
-    """Checks the keys of one mapping, then what lies below."""
-    known_here = reference if isinstance(reference, Mapping) else {}
+def _check_mapping(node: Mapping[str, Any], reference: Any, path: str) -> None:
+    """Check the keys of one mapping, then those below."""
+    known = reference if isinstance(reference, Mapping) else {}
     if "_target_" in node:
-        _check_arguments(node, path, guide)
+        _check_arguments(node, path)
     elif isinstance(reference, Mapping):
         for key, value in node.items():
             is_part = path in NAMED_PARTS and isinstance(value, Mapping) and "_target_" in value
             if key not in reference and not is_part:
-                raise _unknown_key(f"{path}.{key}", value, reference, path, guide)
+                raise unknown("key", f"{path}.{key}", reference, path)
     for key, value in node.items():
         if isinstance(value, Mapping):
-            _check_mapping(value, known_here.get(key), f"{path}.{key}", guide)
+            _check_mapping(value, known.get(key), f"{path}.{key}")
 
 
-def _check_arguments(node: Mapping[str, Any], path: str, guide: Guide) -> None:
-    """Checks the keys and values of one mapping against the signature of its ``_target_``."""
+def _check_arguments(node: Mapping[str, Any], path: str) -> None:
+    """Check the keys and values of one mapping against the signature of its ``_target_``."""
     taken = parameters(node["_target_"])
     taken = taken if taken is None else {**taken, **BESIDE.get(path, {})}
     place = f"{path} ({node['_target_']})"
     for key, value in node.items():
         if key.startswith("_"):
             if key not in HYDRA_KEYS:
-                raise unknown("key", f"{path}.{key}", HYDRA_KEYS, place, guide.source(f"{path}.{key}"))
+                raise unknown("key", f"{path}.{key}", HYDRA_KEYS, place)
         elif taken is not None and key not in taken:
-            raise _unknown_key(f"{path}.{key}", value, taken, place, guide)
+            raise unknown("key", f"{path}.{key}", taken, place)
         elif taken is not None:
             _check_value(f"{path}.{key}", value, taken[key])
-    if node.get("_partial_") or "_args_" in node:  # who makes the part gives it the rest
+    if node.get("_partial_") or "_args_" in node:  # the rest comes from the caller
         return
     for key, parameter in (taken or {}).items():
         if parameter.default is inspect.Parameter.empty and parameter.kind in NAMED and key not in node:
@@ -309,7 +237,7 @@ def _check_arguments(node: Mapping[str, Any], path: str, guide: Guide) -> None:
 
 
 def _check_value(path: str, value: Any, parameter: inspect.Parameter) -> None:
-    """Checks the type of a value against the hint of the parameter that takes it."""
+    """Check the type of a value against the hint of the parameter that takes it."""
     hint = parameter.annotation
     is_part = isinstance(value, Mapping) and "_target_" in value
     if is_part or value is None and parameter.default is None or fits(value, hint):

@@ -21,13 +21,12 @@ from typing import Any
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from gsm import paths, terminal
 from gsm.config.check import ConfigError, check_readable, unknown
-from gsm.config.compose import SEARCH, check_overrides, explain, from_job, register_resolvers, search
+from gsm.config.compose import SEARCH, explain, from_job, register_resolvers, search
 from gsm.config.options import mapping
 from gsm.files import refuse_pipes
 from gsm.training.distributed.ranks import rank, refuse_leftover
@@ -44,20 +43,16 @@ REMEDIES = {
 OURS = "GSM_SENTENCES"  # tells the runs of an experiment that HYDRA_FULL_ERROR is not the user's wish for tracebacks
 TRUTH = {"true": True, "false": False}
 NAMED = re.compile(r"[A-Za-z_]\w*=")
-# An override that begins inside a list or a mapping, in group 1 what stands before it; or something in quotes.
-INSIDE = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|([\[{,]\s*|:\s+)[~+]*[\w./@]+=""")
-TILDE = re.compile(r"(^|[\[,]\s*)(~[^\[\]{},'\"]*)")  # the beginning of a value or of an element, in group 2 a path
 TEXTS = ("prompt", "text")  # arguments that may begin with any character
 FORCED = {f"force={word}" for word in ("true", "1", "yes", "on")}
 
 
-def prepare(arguments: Sequence[str] | None = None, script: str = "train", part: str | None = None) -> None:
-    """Before ``hydra.main``: register the resolvers of the yamls, check flags and names, and translate Hydra's errors.
+def prepare(script: str = "train", part: str | None = None) -> None:
+    """Before ``hydra.main``: register the resolvers of the yamls, and translate Hydra's errors.
 
     An error of Hydra's composition, or of the disk, then ends the process with one sentence instead of a traceback.
 
     Args:
-        arguments: what to check; None: the command line, which is put into Hydra's words (``in_hydras_words``).
         script: whose yaml is composed.
         part: a key of that yaml whose values may be given without its name.
     """
@@ -67,56 +62,29 @@ def prepare(arguments: Sequence[str] | None = None, script: str = "train", part:
         os.environ |= {"HYDRA_FULL_ERROR": "1", OURS: "1"}  # Hydra then raises, instead of printing a traceback itself
         sys.excepthook = functools.partial(_say, script)
         threading.excepthook = _say_in_thread
-    if arguments is None:
-        sys.argv[1:] = [_at_home(word) if word.startswith("--config-dir=") else word for word in sys.argv[1:]]
-    parsed, strange = get_args_parser().parse_known_args(sys.argv[1:] if arguments is None else arguments)
+    sys.argv[1:] = [_at_home(word) if word.startswith("--config-dir=") else word for word in sys.argv[1:]]
+    parsed, strange = get_args_parser().parse_known_args(sys.argv[1:])
     _own_configs(parsed.config_dir)
     if parsed.help or parsed.hydra_help or parsed.shell_completion:
         return
     with errors_as_sentences():
         if strange:
             plain = strange[0].lstrip("-")
-            if plain == strange[0]:
-                raise ConfigError(f"{plain} stands behind a flag between values: put -m, or any other flag, last")
             raise ConfigError(
-                f"there is no option {strange[0]}: values are given without dashes, "
-                f"{plain if '=' in plain else f'{plain}=...'}; see --help"
+                f"{strange[0]} is not allowed because it is no option. Use {plain if '=' in plain else f'{plain}=...'} "
+                "without dashes for a value, and put flags last; see --help."
             )
         refuse_leftover()
-        words = in_hydras_words(parsed.overrides, script, part)
-        if arguments is None:
-            changed = dict(zip(parsed.overrides, words, strict=True))
-            sys.argv[1:] = [changed.get(word, word) for word in sys.argv[1:]]
         directories = paths.config_folders()[1:]
-        if arguments is None and directories and not any(word.startswith(SEARCH) for word in sys.argv):
-            first = sys.argv.index(words[0]) if words else len(sys.argv)  # they stand together
-            sys.argv.insert(first, search(directories))
-        if not (parsed.config_name or parsed.config_path):  # another one is checked inside of its job
-            sweeps = parsed.multirun or any(
-                word.startswith("hydra.") for word in words
-            )  # as hydra.mode= and sweepers say
-            check_overrides(words, script, sweeps)
-
-
-def in_hydras_words(words: Sequence[str], script: str = "train", part: str | None = None) -> list[str]:
-    """Overrides as Hydra reads them.
-
-    ``models=[{name: a, overrides: [model.state_size=64]}]`` gets quotes around the override inside, where Hydra takes
-    no equals sign. A key of the variant that was chosen of ``part``, if one is named, may be given without its name.
-    """
-    theirs = _keys_of_part(words, script, part) if part else set()
-    found = []
-    for word in words:
-        key, equals, value = word.partition("=")
-        own, value = equals and key in theirs, TILDE.sub(_in_quotes, value)
-        found.append(f"{part}.{key}={_quoted_inside(value)}" if own else f"{key}{equals}{_quoted_inside(value)}")
-    return found
-
-
-def _in_quotes(tilde: re.Match[str]) -> str:
-    """A path in the home, in quotes: Hydra takes no ~, and not every letter that a path may have."""
-    place = paths.at_home(tilde[2])
-    return tilde[1] + (place if place == tilde[2] else QuotedString(text=place, quote=Quote.single).with_quotes())
+    words = parsed.overrides
+    if part:
+        keys = _keys_of_part(words, script, part)
+        changed = {word: f"{part}.{word}" for word in words if word.partition("=")[0] in keys}
+        sys.argv[1:] = [changed.get(word, word) for word in sys.argv[1:]]
+        words = [changed.get(word, word) for word in words]
+    if directories and not any(word.startswith(SEARCH) for word in sys.argv):
+        place = sys.argv.index(words[0]) if words else len(sys.argv)  # they stand together
+        sys.argv.insert(place, search(directories))
 
 
 def _at_home(word: str) -> str:
@@ -135,31 +103,6 @@ def _keys_of_part(words: Sequence[str], script: str, part: str) -> set[str]:
     files = [folder / part / f"{name}.yaml" for folder in paths.config_folders()]
     own = {str(key) for file in files for key in mapping(file)}
     return {key for key in own - {part, *map(str, config)} if key.isidentifier()}
-
-
-def _quoted_inside(value: str) -> str:
-    """A value with quotes around every ``key=value`` in its lists and mappings that has none yet."""
-    parts, rest = [], value if value[:1] in ("[", "{") else ""
-    while found := INSIDE.search(rest):
-        if found[1] is None:
-            parts, rest = [*parts, rest[: found.end()]], rest[found.end() :]
-            continue
-        end = _end(rest, found.end())
-        inside = rest[found.end(1) : end].rstrip()
-        mark = '"' if "'" in inside else "'"
-        parts += [rest[: found.end(1)], mark, inside, mark]
-        rest = rest[end:]
-    return "".join([*parts, rest]) if parts else value
-
-
-def _end(text: str, start: int) -> int:
-    """Where an element ends whose brackets are open from here on: before a comma or the bracket around it."""
-    depth = 0
-    for place in range(start, len(text)):
-        depth += (text[place] in "[{(") - (text[place] in "]})")
-        if depth < 0 or (depth == 0 and text[place] == ","):
-            return place
-    return len(text)
 
 
 def run(function: Callable[[dict[str, Any]], object], config: DictConfig) -> None:

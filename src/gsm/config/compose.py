@@ -6,8 +6,7 @@ import copy
 import functools
 import os
 import re
-import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,16 +16,16 @@ from hydra.conf import HydraConf
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString
-from hydra.errors import HydraException, MissingConfigException
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from gsm import paths
 from gsm.config import naming
-from gsm.config.check import NAMED_PARTS, PLACES, ConfigError, Guide, check, check_place, check_readable, few, unknown
-from gsm.config.options import groups_of, listing, mapping, parts, scripts_of, setting, unreadable
+from gsm.config.check import NAMED_PARTS, PLACES, ConfigError, check, check_place, check_readable, unknown
+from gsm.config.options import groups_of, listing, reference, unreadable
 from gsm.config.trust import vetted
 from gsm.files import refuse_pipes
 from gsm.models.schedule import local_reach
@@ -34,6 +33,7 @@ from gsm.models.schedule import local_reach
 # What the gap of a task may lie beyond, in place of a number: what is carried without a bank by GSM, by GSM with the
 # writer `delta`, whose state carries more, and by GSM and the baseline alike.
 REACHES = ("beyond_gsm", "beyond_delta", "beyond_baseline")
+NEEDED = ("model", "size", "data", "optimizer", "recipe", "trainer")  # groups that every run has a variant of
 SEARCH = "hydra.searchpath="
 PLAIN = re.compile(r"[A-Za-z_/][\w./-]*", re.ASCII)  # one word of Hydra's grammar, which knows no letters beyond ASCII
 COMPOSING = (HydraException, YAMLError, OSError, ValueError, RecursionError)  # raised by a composition; see `explain`
@@ -52,7 +52,6 @@ def compose(overrides: Iterable[str] = (), directories: Sequence[Path] = (), scr
         ConfigError: an unknown key or variant, or a value that does not fit.
     """
     overrides, folders = list(overrides), paths.config_folders(directories)
-    _check_choices(overrides, groups_of(folders), script)
     try:
         composed = _hydra(overrides, folders, script)
     except COMPOSING as error:
@@ -68,43 +67,38 @@ def finish(config: DictConfig, folders: Sequence[Path], script: str = "train") -
     ``HydraConfig`` has to be set, as it is inside a job. Raises ConfigError.
     """
     job = HydraConfig.get()
-    chosen = {group: choice for group, choice in job.runtime.choices.items() if not group.startswith("hydra/")}
+    choices = {group: choice for group, choice in job.runtime.choices.items() if not group.startswith("hydra/")}
+    groups = groups_of(folders)
+    for one in parse(job.overrides.task):
+        if "." in one.key_or_group and (group := one.key_or_group.replace(".", "/")) in groups:
+            variants = ", ".join(sorted(groups[group]))
+            raise ConfigError(
+                f"{one.input_line} is not allowed because {group} is a group. Use {group}= with one of {variants}."
+            )
+    for group in NEEDED if script == "train" else ():
+        if config.get(group) is None:
+            variants = ", ".join(sorted(groups[group]))
+            raise ConfigError(f"{group}=null is not allowed because a run needs one. Use one of {variants}.")
+    if "experiment" in config:
+        raise ConfigError(
+            f"experiment/{choices['experiment']}.yaml has to begin with the line '# @package _global_': save it so, as "
+            "UTF-8 without a byte-order mark"
+        )
     plain = _resolve(config)
     _fill_in(plain)
-    groups, overrides = groups_of(folders), parse(job.overrides.task)
-    adds = any((one.is_add() or one.is_force_add()) and one.key_or_group not in groups for one in overrides)
-    reference = config
-    if chosen.get("experiment") or adds:  # which may set keys that do not exist; Hydra refuses them elsewhere
-        reference = _composed(_variants_chosen(chosen), tuple(folders), paths.stamp(folders), script, os.getcwd())
     if script == "train":
-        plain = {**dict.fromkeys(NAMED_PARTS), **plain}
-        plain |= {group: plain[group] or {} for group in NAMED_PARTS}  # which a run may do without
-    numbers = {
-        key: value for key, value in mapping(paths.configs() / f"{script}.yaml").items() if type(value) in (int, bool)
-    }
-    known = {**cast(dict, OmegaConf.to_container(reference, resolve=False)), **numbers, "choices": {}}
-    for group in groups.keys() & plain.keys() - known.keys():
-        if chosen.get(group) is None:  # removed with ~
-            continue
-        raise ConfigError(
-            f"{group}/{chosen.get(group)}.yaml has to begin with the line '# @package _global_': save it so, as UTF-8 "
-            "without a byte-order mark"
-        )
-    typed = {one.key_or_group for one in overrides} - groups.keys()
-
-    def source(key: str) -> str | None:
-        on_command_line = any(key == one or key.startswith(f"{one}.") for one in typed)
-        return None if on_command_line else setting(key, {f"./{script}": None, **chosen}, folders)
-
-    try:
-        check(plain, {**dict.fromkeys(NAMED_PARTS & plain.keys()), **known}, Guide(groups, source))
-    except ConfigError as error:
-        _refuse_foreign_parts(overrides, groups, folders, str(error))
-        raise
+        plain |= {group: plain.get(group) or {} for group in NAMED_PARTS}  # a run may have none
+    check(plain, _reference(script, tuple(folders), paths.stamp(folders)))
     for key in PLACES if script == "train" else ():
         if not (key == "arm" and plain["arms"] is not None):  # of an experiment, it picks some
             check_place(key, plain[key])
-    return {**plain, "choices": chosen}
+    return {**plain, "choices": choices}
+
+
+@functools.lru_cache(maxsize=8)
+def _reference(script: str, folders: tuple[Path, ...], stamp: float) -> dict[str, Any]:
+    """Return `reference`, read again when a yaml has changed."""
+    return reference(script, folders)
 
 
 def refuse_unnamed(config: Mapping[str, Any], directories: Sequence[Path] = ()) -> None:
@@ -142,23 +136,6 @@ def _folders_of(job: HydraConf) -> list[Path]:
     return list(dict.fromkeys([paths.configs(), *found]))
 
 
-def check_overrides(overrides: Sequence[str], script: str = "train", sweeps: bool = True) -> None:
-    """Raise ConfigError for words, groups and variants that Hydra should not see.
-
-    Hydra composes the configuration later, and `explain` translates its errors. Of a command line that ``sweeps``, the
-    first job is composed here, so that a sweep of wrong values ends with one sentence before any job.
-    """
-    groups = groups_of(paths.config_folders())
-    parsed = _check_choices(overrides, groups, script)
-    for one in parsed:
-        if one.is_sweep_override() and not sweeps:
-            key = {"seed": "seeds"}.get(one.key_or_group, one.key_or_group)
-            listed = "" if key in groups else f", or use {key}=[{_value(one)}] for a list"
-            raise ConfigError(f"{one.input_line} has several values: add -m for one run of each{listed}")
-    if sweeps:
-        compose([_first(one, groups) for one in parsed if not one.is_interval_sweep()], script=script)  # its sweeper's
-
-
 def search(directories: Sequence[Path]) -> str:
     """What tells Hydra of the user's own folders: it takes but one by a flag, and knows of no GSM_CONFIGS."""
     return SEARCH + quoted([f"file://{folder}" for folder in directories])
@@ -175,45 +152,11 @@ def quoted(value: Any) -> str:
     return text if plain else QuotedString(text=text, quote=Quote.single).with_quotes()
 
 
-def _check_choices(overrides: Sequence[str], groups: Mapping[str, set[str]], script: str) -> list[Override]:
-    """The overrides, read, without those of Hydra itself; every group is the script's and has the chosen variant."""
-    parsed = parse(overrides)
-    for override in parsed:
-        takers = scripts_of(override.key_or_group) if override.key_or_group in groups else [script]
-        if script not in takers:
-            raise ConfigError(
-                f"{override.key_or_group} is a group of {takers[0]}.py: "
-                f"{paths.called(f'{takers[0]}.py')} {override.input_line}"
-            )
-        _check_choice(override, groups)
-    return parsed
-
-
-def _refuse_foreign_parts(
-    parsed: Sequence[Override], groups: Mapping[str, set[str]], folders: Sequence[Path], said: str
-) -> None:
-    """Raises ConfigError for a part that the chosen variant does not have; it names those that have one."""
-    chosen = {one.key_or_group: str(one.value()) for one in parsed if one.key_or_group in groups}
-    for one in parsed:
-        group = one.key_or_group
-        head, _, part = group.rpartition("/")
-        if not head or group not in groups or one.package:
-            continue
-        known = {name: parts(folder / head / f"{name}.yaml") for folder in folders for name in groups[head]}
-        places = {place for its in known.values() for place in its if place.startswith(f"{part}@")}
-        if places:
-            examples = " or ".join(f"{head}/{part}@{head}.{place.partition('@')[2]}" for place in sorted(places)[:3])
-            raise ConfigError(f"{one.input_line} is not allowed because it names no place: use {examples}")
-        takers = sorted(name for name, its in known.items() if part in its)
-        if f"'{group}'" in said or (head in chosen and chosen[head] not in takers):
-            which = f"{head}={chosen[head]}" if head in chosen else f"the chosen {head}"
-            raise ConfigError(
-                f"{one.input_line} is not allowed because {which} has no {part}: use {head}={few(takers, ' or ')}"
-            )
-
-
 def explain(error: BaseException, overrides: Sequence[str], folders: Sequence[Path], script: str) -> str | None:
     """Return one sentence for an error of Hydra's composition; None for an error that is not Hydra's.
+
+    An unknown key is forced in, so that `check` refuses it with the names of the keys that there are. Any other error
+    has Hydra's own words.
 
     Args:
         error: raised while Hydra composed.
@@ -221,36 +164,31 @@ def explain(error: BaseException, overrides: Sequence[str], folders: Sequence[Pa
         folders: of yaml files.
         script: the name of the yaml that was composed.
     """
-    if not isinstance(error, HydraException):
-        if isinstance(error, ConfigError) or str(error).startswith("Invalid defaults list"):
-            return str(error)
-        is_of_yaml = isinstance(error, YAMLError | UnicodeDecodeError | OSError | RecursionError)
+    if isinstance(error, ConfigError) or str(error).startswith("Invalid defaults list"):
+        return str(error)
+    text, groups = " ".join(str(error).partition("Config search path:")[0].split()), groups_of(folders)
+    if text.startswith("Config group override must be"):
+        word = next(
+            (word for word in overrides if word.partition("=")[0] in groups and word.endswith("=null")), "a group"
+        )
+        return f"{word} is not allowed because a group takes a name. Use ~{word.removesuffix('=null')} to leave it out."
+    if not isinstance(error, HydraException) or "raised while composing" in text:
+        is_of_yaml = isinstance(error, HydraException | YAMLError | UnicodeDecodeError | OSError | RecursionError)
         return "; ".join(unreadable(folders)) or None if is_of_yaml else None
-    text, groups = " ".join(str(error).split()), groups_of(folders)
-    if "raised while composing" in text:
-        return "; ".join(unreadable(folders)) or text
-    try:
-        parsed = parse(overrides)
-        _refuse_foreign_parts(parsed, groups, folders, text)
-        if isinstance(error, MissingConfigException):
-            raise _missing(error, folders)
-        # Forced in, as a yaml can put it there, an unknown key reaches `check`, which proposes the likeliest one.
-        forced = [
-            _first(one, groups) if one.key_or_group in groups else f"++{one.key_or_group}={_value(one)}"
-            for one in parsed
-        ]
+    if isinstance(error, OverrideParseException):
+        return f"{text}. Use key=value; other characters need quotes of their own: \"key='value'\""
+    forced = list(overrides)
+    for number, word in enumerate(overrides):
+        key = word.partition("=")[0].partition("@")[0]
+        if key not in groups and "/" not in key and key[:1] not in ("+", "~"):
+            forced[number] = f"++{word}"
+    if forced != list(overrides):
         try:
-            composed = _hydra(forced, folders, script)
-        except COMPOSING:  # another override is wrong
+            _as_job(_hydra(forced, folders, script), folders, script)
+        except ConfigError as refusal:
+            return str(refusal)
+        except COMPOSING:
             pass
-        else:
-            _as_job(composed, folders, script)
-    except ConfigError as refusal:
-        return str(refusal)
-    if match := re.match(r"Could not override '(.+?)'\. To append .* use (\+\S+)", text):
-        return f"{match[1]} is not set in any yaml that was chosen: use {match[2]} to add it"
-    if match := re.match(r"Multiple values for (\S+?)\. ", text):
-        return f"{match[1]} is chosen already: use {match[1]}=... without a plus"
     return text
 
 
@@ -297,12 +235,6 @@ def _composed(choices: tuple[str, ...], folders: tuple[Path, ...], stamp: float,
     finally:
         GlobalHydra.set_instance(main)  # what initialize_config_dir leaves in its place is an empty copy
         main.hydra = before
-
-
-def _variants_chosen(choices: Mapping[str, str | None]) -> tuple[str, ...]:
-    """The variants of a job as overrides, without its experiment."""
-    theirs = {group: choice for group, choice in choices.items() if not group.startswith("hydra/") and choice}
-    return tuple(f"{group}={choice}" for group, choice in theirs.items() if group != "experiment")
 
 
 def register_resolvers() -> None:
@@ -390,100 +322,12 @@ def _resolve(config: DictConfig) -> dict[str, Any]:
 
 
 def parse(overrides: Iterable[str]) -> list[Override]:
-    """Overrides, read one by one, without those of Hydra itself. Raises ConfigError for what is none."""
-    parser = OverridesParser.create()
-    parsed = []
-    for line in overrides:
-        check_readable(line)
-        try:
-            parsed.append(parser.parse_override(line))
-        except HydraException as error:
-            raise ConfigError(f"cannot read '{line}': {_how_to_type(line)}") from error
-    return [override for override in parsed if override.key_or_group.split(".")[0].split("/")[0] != "hydra"]
-
-
-def _how_to_type(line: str) -> str:
-    """The remedy for an override that Hydra's grammar does not take."""
-    key, equals, value = line.partition("=")
-    if not (equals and key):
-        return "arguments look like key=value or group=option, for example seed=1"
-    if value[:1] in ("[", "{"):
-        return f"close its brackets, and put quotes around all of it where it has blanks, '{key}=...'"
-    quoted = f"{key}={QuotedString(text=value, quote=Quote.single).with_quotes()}"
-    typed = shlex.quote(quoted) if set(value) & set('"$`\\!') else f'"{quoted}"'
-    return f"its value needs quotes of its own, type {typed}"
-
-
-def _check_choice(override: Override, groups: Mapping[str, set[str]]) -> None:
-    """An override of a group names variants that exist."""
-    key = override.key_or_group
-    if key not in groups:
-        if "/" in key:
-            raise unknown("group", key, groups, "the configuration")
-        if key.replace(".", "/") in groups:
-            group = key.replace(".", "/")
-            raise ConfigError(
-                f"{key} is a group: write {group}= with a slash. Known variants: {', '.join(sorted(groups[group]))}"
-            )
-        return
-    if override.is_delete() or override.value() is None:
-        _check_left_out(override, groups[key])
-    for choice in _choices(override, groups[key]):
-        if choice not in groups[key]:
-            if key == "data" and "/" in choice:
-                raise ConfigError(
-                    f"data={choice} is not allowed because it is a path: use data=folder data.path={choice}"
-                )
-            raise unknown("variant", choice, groups[key], f"the group '{key}'")
-
-
-def _check_left_out(override: Override, known: Collection[str]) -> None:
-    """Raises ConfigError for a group that cannot be left out; below another one, who takes it says so."""
-    key = override.key_or_group
-    if override.is_delete() and (key in NAMED_PARTS or "/" in key):
-        return
-    said = f"{key} is left out" if override.is_delete() else f"{key} is null"
-    if key in NAMED_PARTS:
-        raise ConfigError(f"{said}: write ~{key} to do without")
-    if key == "experiment":
-        raise ConfigError(f"{said}: leave the word out to do without")
-    raise ConfigError(f"{said}, but a run needs one of {', '.join(sorted(known))}")
-
-
-def _choices(override: Override, known: Collection[str]) -> list[str]:
-    """The variants that an override of a group names: one, several in a sweep, or those that fit a pattern."""
-    value = override.value()
-    if value is None or override.is_delete():
-        return []
-    if isinstance(value, Glob):
-        return value.filter(sorted(known))
-    return (
-        [str(choice) for choice in override.sweep_string_iterator()] if override.is_sweep_override() else [str(value)]
-    )
-
-
-def _first(override: Override, groups: Mapping[str, set[str]]) -> str:
-    """The override itself; of a sweep, what its first job gets."""
-    if not override.is_sweep_override():
-        return str(override.input_line)
-    known = groups.get(override.key_or_group)
-    choices = _choices(override, known) if known else list(override.sweep_string_iterator())
-    return f"{override.get_key_element()}={choices[0]}" if choices else str(override.input_line)
-
-
-def _value(override: Override) -> str:
-    """The value of an override as it was written; null for one that deletes."""
-    return str(override.input_line).partition("=")[2] or "null"
-
-
-def _missing(error: MissingConfigException, folders: Sequence[Path]) -> ConfigError:
-    """A variant that a yaml chose, but that does not exist."""
-    group, _, choice = (error.missing_cfg_file or "").rpartition("/")
-    groups = groups_of(folders)
-    if group in groups:
-        line = re.compile(rf":\s*{re.escape(choice)}\s*(#.*)?$", re.MULTILINE)
-        files = [file for folder in folders for file in paths.yamls(folder)]
-        naming = [one for one in files if line.search(one.read_text(encoding="utf-8", errors="replace"))]
-        where = f"{naming[0].parent.name}/{naming[0].name}" if len(naming) == 1 else None
-        return unknown("variant", choice, groups[group], f"the group '{group}'", where)
-    return ConfigError(" ".join(str(error).split()))
+    """Return overrides without those of Hydra itself. Raises ConfigError for a word that is none."""
+    words = list(overrides)
+    for word in words:
+        check_readable(word)
+    try:
+        parsed = OverridesParser.create().parse_overrides(words)
+    except HydraException as error:
+        raise ConfigError(explain(error, words, [], "train")) from error
+    return [override for override in parsed if not override.is_hydra_override()]

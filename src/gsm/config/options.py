@@ -20,7 +20,6 @@ from gsm.files import DAMAGED, read_text
 WIDTH = 118
 SENTENCE = re.compile(r".*?(?<! al)[.?](?= |$)")
 TIME = re.compile(r"Two CPU cores take (.*?)\.")
-PACKAGE = re.compile(r"^# @package\s+(\S+)", re.MULTILINE)
 HIDDEN = "_"  # begins the name of a yaml that others are made of, or that a program asks for
 
 
@@ -109,33 +108,29 @@ def unreadable(folders: Sequence[Path]) -> list[str]:
     return found
 
 
-def setting(key: str, chosen: Mapping[str, str | None], folders: Sequence[Path]) -> str | None:
-    """The yaml that sets a key, of those that are chosen and of those that they build on; None: several, or none."""
-    waiting = [f"{group.partition('@')[0]}/{choice}.yaml" for group, choice in chosen.items() if choice]
-    found: list[str] = []
-    for name in waiting:  # grows
-        file = next((file for folder in folders if (file := folder / name).is_file()), None)
-        if file is None:
-            continue
-        held = mapping(file)
-        defaults = held.get("defaults")
-        bases = [line for line in defaults if isinstance(line, str)] if isinstance(defaults, list) else []
-        waiting += [one for line in bases if (one := f"{name.rpartition('/')[0]}/{line}.yaml") not in waiting]
-        package = PACKAGE.search(file.read_text(encoding="utf-8", errors="replace"))
-        above = name.rpartition("/")[0].replace("/", ".") if package is None else package[1]
-        below = key if above == "_global_" else key.removeprefix(f"{above}.")
-        if (above == "_global_" or below != key) and _holds(held, below):
-            found.append(name)
-    return found[0] if len(found) == 1 else None
+def reference(script: str, folders: Sequence[Path]) -> dict[str, Any]:
+    """Return all keys that a script's configuration may have: those of its yaml, and those of any yaml of its groups.
+
+    A value is one of them, unresolved.
+    """
+    own = paths.configs() / f"{script}.yaml"
+    keys = {key: value for key, value in mapping(own).items() if key not in ("defaults", "hydra")}
+    for group in parts(own) - {"experiment"}:
+        if not group.startswith("override "):
+            files = [file for folder in folders for file in sorted((folder / group).glob("*.yaml"))]
+            keys[group] = functools.reduce(_merged, map(mapping, files), {})
+            keys[group].pop("defaults", None)
+    return keys
 
 
-def _holds(held: Any, key: str) -> bool:
-    """Whether nested mappings have a key with dots."""
-    for part in key.split("."):
-        if not (isinstance(held, Mapping) and part in held):
-            return False
-        held = held[part]
-    return True
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of both mappings, and of the mappings in them."""
+    both = {key: _merged(first[key], value) for key, value in second.items() if _is_mapping(value, first.get(key))}
+    return {**first, **second, **both}
+
+
+def _is_mapping(*values: Any) -> bool:
+    return all(isinstance(value, Mapping) for value in values)
 
 
 def listing(script: str, folders: Sequence[Path], chosen: Mapping[str, str | None]) -> str:
