@@ -176,7 +176,8 @@ def explain(error: BaseException, overrides: Sequence[str], folders: Sequence[Pa
         is_of_yaml = isinstance(error, HydraException | YAMLError | UnicodeDecodeError | OSError | RecursionError)
         return "; ".join(unreadable(folders)) or None if is_of_yaml else None
     if isinstance(error, OverrideParseException):
-        return f"{text}. Use key=value; other characters need quotes of their own: \"key='value'\""
+        remedy = "Use key=value; other characters need quotes of their own: \"key='value'\""
+        return f"cannot read '{error.override}': {text}. {remedy}"
     forced = list(overrides)
     for number, word in enumerate(overrides):
         key = word.partition("=")[0].partition("@")[0]
