@@ -94,10 +94,11 @@ REFUSED = {  # words of a command line, and parts of the one sentence that refus
     "model.retriever=shared_topk": ["model/retriever is a group", "Use model/retriever= with one of dense"],
     "trainer.max_epochs=1": ["use +trainer.max_epochs=1"],
     "+experiment=needle": ["Multiple values for experiment"],
-    "seed": ["Error parsing override 'seed' missing EQUAL", "Use key=value"],
-    "data.path=/tmp/übung": ["data.path=/tmp/übung", "quotes of their own: \"key='value'\""],
-    "data.path=/tmp/a=b": ["mismatched input '='", "quotes of their own"],
-    "model.stages=[1": ["no viable alternative at input '[1'"],
+    "seed": ["seed is not allowed because it has no value. Use key=value or group=option, such as seed=1."],
+    "data.path=/tmp/übung": ["""its value needs quotes of its own. Use "data.path='/tmp/übung'\""""],
+    "data.path=/tmp/a=b": ["""its value needs quotes of its own. Use "data.path='/tmp/a=b'\""""],
+    "data.path=/tmp/a$(b": ["""its value needs quotes of its own. Use 'data.path='"'"'/tmp/a$(b'"'"''"""],
+    "model.stages=[1": ["Use 'model.stages=...' with quotes around all of it, close every bracket"],
     "optimizer.learning_rate=fast": ["optimizer.learning_rate is 'fast' (str), but takes float"],
     "model.stages=2": ["model.stages is 2 (int), but takes Sequence[int]"],
     "seed=x": ["seed is 'x' (str), but takes int"],
@@ -133,6 +134,15 @@ def test_an_option_with_dashes_is_told_how_values_are_given(word: str, meant: st
         monkeypatch.setattr(module, "excepthook", module.excepthook)
     with pytest.raises(SystemExit, match=f"{word} is not allowed because it is no option. Use {meant} without dashes"):
         command_line.prepare()
+
+
+def test_a_path_that_begins_with_a_tilde_needs_no_quotes(monkeypatch: pytest.MonkeyPatch):
+    words = ["data=folder", "data.path=~/texts", "data.files=['~/a',b]", "~logger"]
+    monkeypatch.setattr("sys.argv", ["train.py", *words])
+    for module in (sys, threading):
+        monkeypatch.setattr(module, "excepthook", module.excepthook)
+    command_line.prepare()
+    assert sys.argv[-4:] == ["data=folder", "data.path='~/texts'", *words[2:]]
 
 
 def write(folder: Path, name: str, text: str) -> Path:

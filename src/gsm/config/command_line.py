@@ -43,6 +43,7 @@ REMEDIES = {
 OURS = "GSM_SENTENCES"  # tells the runs of an experiment that HYDRA_FULL_ERROR is not the user's wish for tracebacks
 TRUTH = {"true": True, "false": False}
 NAMED = re.compile(r"[A-Za-z_]\w*=")
+TILDE = re.compile(r"=(~[^'\",\[\]{}]*)$")  # a path in the home, which Hydra reads only in quotes
 TEXTS = ("prompt", "text")  # arguments that may begin with any character
 FORCED = {f"force={word}" for word in ("true", "1", "yes", "on")}
 
@@ -62,7 +63,9 @@ def prepare(script: str = "train", part: str | None = None) -> None:
         os.environ |= {"HYDRA_FULL_ERROR": "1", OURS: "1"}  # Hydra then raises, instead of printing a traceback itself
         sys.excepthook = functools.partial(_say, script)
         threading.excepthook = _say_in_thread
-    sys.argv[1:] = [_at_home(word) if word.startswith("--config-dir=") else word for word in sys.argv[1:]]
+    sys.argv[1:] = [
+        _at_home(word) if word.startswith("--config-dir=") else TILDE.sub(r"='\1'", word) for word in sys.argv[1:]
+    ]
     parsed, strange = get_args_parser().parse_known_args(sys.argv[1:])
     _own_configs(parsed.config_dir)
     if parsed.help or parsed.hydra_help or parsed.shell_completion:
@@ -76,7 +79,7 @@ def prepare(script: str = "train", part: str | None = None) -> None:
             )
         refuse_leftover()
         directories = paths.config_folders()[1:]
-    words = parsed.overrides
+    words: list[str] = parsed.overrides
     if part:
         keys = _keys_of_part(words, script, part)
         changed = {word: f"{part}.{word}" for word in words if word.partition("=")[0] in keys}

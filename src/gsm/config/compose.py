@@ -6,6 +6,7 @@ import copy
 import functools
 import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -176,8 +177,7 @@ def explain(error: BaseException, overrides: Sequence[str], folders: Sequence[Pa
         is_of_yaml = isinstance(error, HydraException | YAMLError | UnicodeDecodeError | OSError | RecursionError)
         return "; ".join(unreadable(folders)) or None if is_of_yaml else None
     if isinstance(error, OverrideParseException):
-        remedy = "Use key=value; other characters need quotes of their own: \"key='value'\""
-        return f"cannot read '{error.override}': {text}. {remedy}"
+        return _unreadable(str(error.override))
     forced = list(overrides)
     for number, word in enumerate(overrides):
         key = word.partition("=")[0].partition("@")[0]
@@ -191,6 +191,21 @@ def explain(error: BaseException, overrides: Sequence[str], folders: Sequence[Pa
         except COMPOSING:
             pass
     return text
+
+
+def _unreadable(override: str) -> str:
+    """Return the sentence that refuses an override which Hydra's grammar does not take."""
+    key, equals, value = override.partition("=")
+    if not (equals and key):
+        return f"{override} is not allowed because it has no value. Use key=value or group=option, such as seed=1."
+    if value[:1] in ("[", "{"):
+        return (
+            f"{override} is not allowed because Hydra cannot read it. Use '{key}=...' with quotes around all of it, "
+            "close every bracket, and put quotes around each key=value inside."
+        )
+    quoted = f"{key}={QuotedString(text=value, quote=Quote.single).with_quotes()}"
+    typed = shlex.quote(quoted) if set(value) & set('"$`\\!') else f'"{quoted}"'
+    return f"{override} is not allowed because its value needs quotes of its own. Use {typed}"
 
 
 def _as_job(composed: DictConfig, folders: Sequence[Path], script: str) -> dict[str, Any]:
