@@ -232,7 +232,7 @@ def test_without_matplotlib_a_run_says_so_once_and_logs_the_numbers(
 
 @pytest.mark.parametrize("field", ["every", "sequences", "rows"])
 def test_a_number_below_one_is_named(field: str):
-    with pytest.raises(ValueError, match=f"callbacks.pictures.{field} is 0"):
+    with pytest.raises(ValueError, match=f"{field}=0 is not allowed because it is below 1"):
         Pictures(**{field: 0})
 
 

@@ -77,6 +77,8 @@ def prepare(script: str = "train", part: str | None = None) -> None:
                 f"{strange[0]} is not allowed because it is no option. Use {plain if '=' in plain else f'{plain}=...'} "
                 "without dashes for a value, and put flags last; see --help."
             )
+        for word in parsed.overrides:
+            check_readable(word)
         refuse_leftover()
         directories = paths.config_folders()[1:]
     words: list[str] = parsed.overrides

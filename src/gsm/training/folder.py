@@ -158,7 +158,11 @@ def _completed(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder for this process, if the disk has locks. Raises ConfigError where another one trains there."""
+    """Hold the folder for this process, if the disk has locks. Raises ConfigError where another one trains there.
+
+    A start that is refused before it has left anything leaves no folder that was not there before.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     _make(folder)
     with (folder / ".lock").open("w") as file:
         try:
@@ -171,7 +175,15 @@ def locked(folder: Path) -> Iterator[None]:
         except OSError as error:  # some network file systems have no locks
             warning = f"{folder} cannot be locked ({error.strerror}): a second process in it is not noticed"
             print(warning, file=sys.stderr, flush=True)
-        yield
+        try:
+            yield
+        except ConfigError:
+            if made and not contents(folder):
+                (folder / ".lock").unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # the notes of Hydra, or something else, lie there
+                    for path in made:
+                        path.rmdir()
+            raise
 
 
 def _make(folder: Path) -> None:
