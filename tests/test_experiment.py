@@ -132,6 +132,13 @@ def test_what_the_user_gives_comes_last_and_goes_to_every_run(tmp_path: Path):
     )
 
 
+def test_tuning_that_is_left_out_is_left_out_of_every_run(tmp_path: Path):
+    """`tune=null` went to the parent alone, and every run began to tune by the experiment's yaml."""
+    text = TOY + "tune:\n  optimizer.learning_rate: [1e-3, 2e-3]\n"
+    trials = composed(tmp_path, "tune=null", text=text).trials()
+    assert all("tune=null" in trial.overrides and trial.config["tune"] is None for trial in trials)
+
+
 @pytest.mark.parametrize(
     ("given", "names"),
     [

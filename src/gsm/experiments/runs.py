@@ -398,7 +398,8 @@ class Experiment:
         first = [line for line in self.given if key_of(line) in ("experiment", "runs")]  # which arms may change
         last = [line for line in self.given if line not in first and key_of(line).partition(".")[0] not in OWN]
         last = [line for line in last if line != "resume=never"]  # which the parent obeys, once
-        one = ["arms=null", "seeds=null", *(["tune=null"] if self.tune else [])]
+        tunes = self.tune or "tune" in map(key_of, self.given)  # the experiment's yaml would tune in every run
+        one = ["arms=null", "seeds=null", *(["tune=null"] if tunes else [])]
         one += ["starter=null"] if self.config.get("starter") else []  # an experiment's yaml may name it
         one += [f"arm={quoted(arm)}", f"seed={seed}", f"name={quoted(self.config['name'])}"]
         tuned = values
