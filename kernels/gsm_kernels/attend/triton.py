@@ -153,7 +153,7 @@ def _sizes(inputs: Inputs) -> tuple[float | int, ...]:
 def _constants(inputs: Inputs) -> dict[str, int | bool]:
     heads, channels = inputs.query_BRHC.shape[2:]
     sizes = {"H": heads, "C": channels, "PAIRS": inputs.cos_BRP.shape[2]}
-    picks = inputs.slots > 0 and inputs.picks > 0
+    picks = inputs.slots > 0
     return sizes | {"PICKS": picks, "BIASED": picks and inputs.bias_BRK is not None}
 
 

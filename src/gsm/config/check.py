@@ -211,6 +211,10 @@ def _check_mapping(node: Mapping[str, Any], reference: Any, path: str) -> None:
             is_part = path in NAMED_PARTS and isinstance(value, Mapping) and "_target_" in value
             if key not in reference and not is_part:
                 raise unknown("key", f"{path}.{key}", reference, path)
+            if path in NAMED_PARTS and isinstance(value, Mapping) and not is_part:
+                raise ConfigError(
+                    f"{path}.{key} is not allowed because no chosen yaml has it. Use a variant of {path}= that has it."
+                )
     for key, value in node.items():
         if isinstance(value, Mapping):
             _check_mapping(value, known.get(key), f"{path}.{key}")

@@ -80,7 +80,7 @@ def finish(config: DictConfig, folders: Sequence[Path], script: str = "train") -
         if config.get(group) is None:
             variants = ", ".join(sorted(groups[group]))
             raise ConfigError(f"{group}=null is not allowed because a run needs one. Use one of {variants}.")
-    if "experiment" in config:
+    if "experiment" in config and choices.get("experiment"):
         raise ConfigError(
             f"experiment/{choices['experiment']}.yaml has to begin with the line '# @package _global_': save it so, as "
             "UTF-8 without a byte-order mark"
@@ -168,14 +168,13 @@ def explain(error: BaseException, overrides: Sequence[str], folders: Sequence[Pa
     if isinstance(error, ConfigError) or str(error).startswith("Invalid defaults list"):
         return str(error)
     text, groups = " ".join(str(error).partition("Config search path:")[0].split()), groups_of(folders)
-    if text.startswith("Config group override must be"):
-        word = next(
-            (word for word in overrides if word.partition("=")[0] in groups and word.endswith("=null")), "a group"
-        )
-        return f"{word} is not allowed because a group takes a name. Use ~{word.removesuffix('=null')} to leave it out."
-    if not isinstance(error, HydraException) or "raised while composing" in text:
-        is_of_yaml = isinstance(error, HydraException | YAMLError | UnicodeDecodeError | OSError | RecursionError)
+    if text.startswith(("Config group override must be", "Config group override deletion value")):
+        return _no_name(overrides, groups)
+    if not isinstance(error, HydraException):
+        is_of_yaml = isinstance(error, YAMLError | UnicodeDecodeError | OSError | RecursionError)
         return "; ".join(unreadable(folders)) or None if is_of_yaml else None
+    if "raised while composing" in text:
+        return "; ".join(unreadable(folders)) or text
     if isinstance(error, OverrideParseException):
         return _unreadable(str(error.override))
     forced = list(overrides)
@@ -191,6 +190,22 @@ def explain(error: BaseException, overrides: Sequence[str], folders: Sequence[Pa
         except COMPOSING:
             pass
     return text
+
+
+def _no_name(overrides: Sequence[str], groups: Mapping[str, set[str]]) -> str:
+    """Return the sentence that refuses a value of a group which is no name of a variant."""
+    for word in overrides:
+        key, _, value = word.partition("=")
+        group = key.lstrip("+~")
+        if group in groups and (value == "null" or not PLAIN.fullmatch(value)):
+            variants = ", ".join(sorted(groups[group]))
+            if group in NEEDED:
+                return f"{word} is not allowed because a run needs one. Use {group}= with one of {variants}."
+            return (
+                f"{word} is not allowed because a group takes a name. Use {group}= with one of {variants}, or ~{group} "
+                "to leave it out."
+            )
+    return "a group takes a name. Use group=variant, or ~group to leave it out."
 
 
 def _unreadable(override: str) -> str:

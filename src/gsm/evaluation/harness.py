@@ -6,6 +6,7 @@ Imports lm_eval, so this module is imported only by a function that needs it.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,6 +35,7 @@ datasets.disable_progress_bars()
 
 SEED = 42  # the paper's
 KINDS = ("loglikelihood", "multiple_choice")  # `output_type` of tasks that log-likelihoods answer
+METRICS = ("acc", "acc_norm", "perplexity")  # of the harness that are numbers of a sample
 # The harness's own command scores tasks that our table cannot hold.
 ELSEWHERE = "Use lm_eval itself, on a model that export.py has written"
 
@@ -202,11 +204,17 @@ def measure(
                     "loglikelihoods": [score.loglikelihood for score in answers],
                     "greedy": [score.greedy for score in answers],
                     "cut": max(score.cut for score in answers),
-                    **{metric: document[metric] for metric in document["metrics"]},
+                    **{metric: float(document[metric]) for metric in METRICS if metric in document["metrics"]},
                 }
             )
     means = questions.built[0].aggregation()
-    totals = {metric: means[metric]([record[metric] for record in records]) for metric in records[0] if metric in means}
+    totals: dict[str, float] = {}
+    for metric in METRICS:
+        if metric in records[0]:
+            try:
+                totals[metric] = means[metric]([record[metric] for record in records])
+            except OverflowError:  # the perplexity of a model that has diverged
+                totals[metric] = math.exp(700)
     totals |= {"samples": len(records), "cut": sum(record["cut"] > 0 for record in records)}
     results.cells.clear()  # the records hold all that these were for
     results.save(scores=totals, samples=sorted(records, key=lambda record: record["document"]))

@@ -42,6 +42,7 @@ from gsm.experiments.runs import TUNING, Experiment, Run, Trial, expand, in_orde
 from gsm.experiments.table import FOOTNOTE, RunSummary, Table, read_runs, shown
 from gsm.experiments.tune import EDGE, lines, listed
 from gsm.files import read_json, write_json
+from gsm.signals import SIGNALS
 from gsm.tables import WIDTH
 from gsm.training import folder
 from gsm.training.callbacks.progress import clock
@@ -105,8 +106,9 @@ def train_all(experiment: Experiment, hand_to: str | None = None) -> Table:
 def _set_aside(experiment: Experiment, trials: Sequence[Trial]) -> None:
     """Move earlier runs away at once, so that an interrupted command can go on without being forced again."""
     force = experiment.config["force"]
-    for trial in trials:
-        if force or (experiment.choice(trial.arm) and not trial.finished()):
+    attempts = [] if force else [attempt for arm in experiment.chosen for attempt in experiment.attempts(arm)]
+    for trial in (*attempts, *trials):
+        if force or ((trial in attempts or experiment.choice(trial.arm)) and not trial.finished()):
             with contextlib.nullcontext() if trial.folder == experiment.held else folder.locked(trial.folder):
                 folder.prepare({**trial.config, "resume": "never", "start_from": None})  # it may have moved already
     for arm in experiment.chosen if force else ():
@@ -233,7 +235,8 @@ class _Work:
             words = tail(run.log)
             where = f"the end of {shown_path(run.log)}:" if words else "it has written no log"
             self.failed[run.name] = [f"{run.name} failed; {where}", *(f"  {word}" for word in words)]
-            self._note(run, "interrupted" if code and not 0 < code < 128 else "failed", how)
+            stopped = code is not None and (code > 128 or -code in SIGNALS)
+            self._note(run, "interrupted" if stopped else "failed", how)
         after = f" after {clock(child.seconds())}" if child else ""
         left = self.remaining.sentence(list(self.left))
         print(f"{self._label(run)}: {how}{after}{numbers}{f'; {left}' if left else ''}", flush=True)

@@ -88,8 +88,11 @@ class Child:
 
 
 def tail(log: Path, lines: int = 15) -> list[str]:
-    """Return the last lines of a run's output; none where there is no file."""
-    return log.read_bytes().decode(errors="replace").splitlines()[-lines:] if log.is_file() else []
+    """Return the last lines of a run's output since its latest start; none where there is no file."""
+    if not log.is_file():
+        return []
+    text = log.read_bytes().decode(errors="replace")
+    return text[max(text.rfind("\n$ "), 0) :].splitlines()[-lines:]
 
 
 def work_off(

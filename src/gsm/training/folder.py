@@ -177,7 +177,7 @@ def locked(folder: Path) -> Iterator[None]:
             print(warning, file=sys.stderr, flush=True)
         try:
             yield
-        except ConfigError:
+        except (ConfigError, FileNotFoundError):
             if made and not contents(folder):
                 (folder / ".lock").unlink(missing_ok=True)
                 with contextlib.suppress(OSError):  # the notes of Hydra, or something else, lie there
@@ -347,7 +347,10 @@ def moving_back(start: Start, folder: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         left = contents(folder)
-        unused = isinstance(error, ConfigError) and not {path.name for path in left} & {"checkpoints", "metrics.csv"}
+        unused = isinstance(error, ConfigError | FileNotFoundError) and not {path.name for path in left} & {
+            "checkpoints",
+            "metrics.csv",
+        }
         if start.moved and (unused or not left):
             for path in left:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -144,7 +144,7 @@ def ranks_in(config: Mapping[str, Any]) -> int | None:
     if devices == "auto":
         devices = 1 if chosen.get("accelerator") == "cpu" else max(torch.cuda.device_count(), 1)
     context = strategy.get("context", 1) if isinstance(strategy, Mapping) else 1
-    if type(devices) is not int:
+    if type(devices) is not int or type(context) is not int or context < 1:
         return None
     world = devices * (chosen.get("num_nodes") or 1)
     return None if world % context else world // context
