@@ -240,6 +240,27 @@ def test_an_interrupted_grid_goes_on_where_it_was(asked: Callable[..., Experimen
     assert Pretends.started == whole
 
 
+def test_an_unfinished_attempt_starts_over_with_resume_never(
+    asked: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch
+):
+    whole_run, name = Pretends.run, attempt("high", "0.002")
+
+    def broken(self: Pretends, run: Run) -> int:
+        code = whole_run(self, run)
+        if run.name == name:
+            write_json(run.folder / "summary.json", {"status": "failed", "steps": 1})
+        return code if run.name != name else 1
+
+    monkeypatch.setattr(Pretends, "run", broken)
+    with pytest.raises(SystemExit):
+        train_all(asked("seeds=1"))
+    monkeypatch.setattr(Pretends, "run", whole_run)
+    train_all(made := asked("seeds=1", "resume=never"))
+    assert Pretends.started.count(name) == 2
+    replaced = [json.loads(path.read_text()) for path in (made.folder.parent / ".replaced").rglob("summary.json")]
+    assert replaced == [{"status": "failed", "steps": 1}]
+
+
 def test_forced_it_tunes_and_trains_all_of_it_again(asked: Callable[..., Experiment]):
     train_all(asked("seeds=1"))
     before = list(Pretends.started)
