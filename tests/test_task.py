@@ -160,7 +160,7 @@ def test_a_parameter_in_no_group_is_an_error(tmp_path: Path):
 
 @pytest.mark.parametrize("field", ["learning_rate", "final_fraction", "weight_decay", "warmup_steps"])
 def test_a_value_out_of_range_is_named(field: str):
-    with pytest.raises(ValueError, match=f"optimizer.{field} is -1"):
+    with pytest.raises(ValueError, match=f"{field}=-1 is not allowed because it is below 0"):
         settings(**{field: -1})
 
 
