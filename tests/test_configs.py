@@ -141,6 +141,14 @@ def test_an_option_with_dashes_is_told_how_values_are_given(word: str, meant: st
         command_line.prepare()
 
 
+def test_a_value_behind_a_flag_is_refused_with_its_remedy(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "size=pico", "-m", "seed=0,1"])
+    for module in (sys, threading):
+        monkeypatch.setattr(module, "excepthook", module.excepthook)
+    with pytest.raises(SystemExit, match="seed=0,1 is not allowed because it stands behind a flag. Use flags, such as"):
+        command_line.prepare()
+
+
 def test_a_path_that_begins_with_a_tilde_needs_no_quotes(monkeypatch: pytest.MonkeyPatch):
     words = ["data=folder", "data.path=~/texts", "data.files=['~/a',b]", "~logger"]
     monkeypatch.setattr("sys.argv", ["train.py", *words])

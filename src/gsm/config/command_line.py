@@ -73,6 +73,10 @@ def prepare(script: str = "train", part: str | None = None) -> None:
     with errors_as_sentences():
         if strange:
             plain = strange[0].lstrip("-")
+            if plain == strange[0]:
+                raise ConfigError(
+                    f"{plain} is not allowed because it stands behind a flag. Use flags, such as -m, last."
+                )
             raise ConfigError(
                 f"{strange[0]} is not allowed because it is no option. Use {plain if '=' in plain else f'{plain}=...'} "
                 "without dashes for a value, and put flags last; see --help."
