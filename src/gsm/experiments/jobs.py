@@ -92,7 +92,7 @@ def tail(log: Path, lines: int = 15) -> list[str]:
     if not log.is_file():
         return []
     text = log.read_bytes().decode(errors="replace")
-    return text[max(text.rfind("\n$ "), 0) :].splitlines()[-lines:]
+    return text[text.rfind("\n$ ") + 1 :].splitlines()[-lines:]
 
 
 def work_off(
