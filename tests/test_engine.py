@@ -611,7 +611,7 @@ def test_in_bfloat16_graphs_compute_what_plain_calls_do(case):
 @pytest.mark.gpu
 @torch.no_grad()
 def test_nobody_waits_for_the_device_while_it_generates():
-    running = Engine(build("gsm").to("cuda", torch.float32), batch=2, capacity=60)
+    running = Engine(build("gsm").to("cuda", torch.bfloat16), batch=2, capacity=60)
     running.warm_up()
     tokens, documents = left_pad([[1, 2, 3], [4] * W], "cuda")
     generator = torch.Generator("cuda").manual_seed(0)
@@ -627,7 +627,7 @@ def test_nobody_waits_for_the_device_while_it_generates():
 
 @pytest.mark.gpu
 def test_graphs_take_memory_for_one_call_and_not_for_each():
-    running = Engine(build("gsm").to("cuda", torch.float32), capacity=1024)
+    running = Engine(build("gsm").to("cuda", torch.bfloat16), capacity=1024)
     running.warm_up()
     torch.cuda.synchronize()
     before = torch.cuda.memory_reserved()

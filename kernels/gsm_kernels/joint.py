@@ -23,6 +23,8 @@ from torch import Tensor
 
 from .rows import slices
 
+LOWEST = -1e30  # the least logit of a sink
+
 
 class Cut(NamedTuple):
     """The blocks of R rows at the end of E entries."""
@@ -105,13 +107,14 @@ def probabilities(query_BRHC: Tensor, window: Tensor, visible_BRY: Tensor, sink_
         query_BRHC: rotated and scaled, R = nQ rows.
         window: [B*n,Y,C] from `window_blocks`.
         visible_BRY: from `window_visible`.
-        sink_H: the logit of each head's sink.
+        sink_H: the logit of each head's sink; -inf is no sink, as long as the row sees an entry.
         far: further entries, or None.
     """
     heads = query_BRHC.shape[2]
     near = _logits(query_BRHC, window, as_bias(visible_BRY, query_BRHC.dtype))
     parts = [near] if far is None else [near, _logits(query_BRHC, far.keys, far.bias_BRG)]
-    sink = sink_H.repeat(near.shape[:2].numel() // heads)
+    # A finite sink takes all of a row that sees nothing; the softmax of -inf alone is not a number.
+    sink = sink_H.clamp(min=LOWEST).repeat(near.shape[:2].numel() // heads)
     return torch.softmax(join(parts, sink, window.shape[0]), -1)
 
 
