@@ -1,7 +1,6 @@
 #!/bin/bash
-# Runs of two nodes of eight GPUs on Slurm, from the root of the repository: `sbatch docs/slurm.sh model=gsm size=1p5b`, or an
-# experiment, whose runs and phases follow one another: `sbatch docs/slurm.sh experiment=paper_phases`. Their folder has to be
-# on a disk that all nodes share. Given again, the same command goes on.
+# A run on two nodes of eight GPUs on Slurm, from the root of the repository: `sbatch docs/slurm.sh model=gsm size=1p5b`. Its
+# folder has to be on a disk that all nodes share. Given again, the same command goes on.
 #SBATCH --job-name=gsm
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
@@ -18,7 +17,7 @@
 # where the interval ends before the cluster kills, but queues nothing.
 WARNED=138
 
-.venv/bin/python train.py starter="'srun --kill-on-bad-exit=1 .venv/bin/python'" trainer=fsdp \
+srun --kill-on-bad-exit=1 .venv/bin/python train.py trainer=fsdp \
     trainer.devices="$SLURM_NTASKS_PER_NODE" trainer.num_nodes="$SLURM_NNODES" "$@" &
 trap 'kill -USR1 $!' USR1
 wait $!

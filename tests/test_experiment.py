@@ -196,6 +196,7 @@ def test_all_runs_are_trained_once_and_then_skipped(
     printed = capfd.readouterr().out
     for number, name in enumerate(["mhc/seed0", "plain/seed0", "mhc/seed1", "plain/seed1"], 1):
         assert f"[{number}/4] {name}: finished after" in printed
+    assert "left for 3 runs" in printed and "left for 1 run\n" in printed
     log = (place(tmp_path, "plain/seed1") / "train.log").read_text()
     assert f"threads {3 if jobs == 1 else 2}\n" in log, "several runs share the cores, one takes what it is given"
     assert f"logs={tmp_path / 'logs'}" in log.splitlines()[0], "the command is the first line"
@@ -300,7 +301,7 @@ def test_one_parent_at_a_time_works_on_an_experiment(tmp_path: Path, fake: list[
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
 def test_ranks_are_refused(name: str, tmp_path: Path, fake: list[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(name, "2")
-    with pytest.raises(ConfigError, match=f"{name} is 2, so this is one of several ranks.*say starter="):
+    with pytest.raises(ConfigError, match=f"{name}=2 in the environment is not allowed because an experiment is one"):
         train_all(toy(tmp_path, script=fake))
 
 

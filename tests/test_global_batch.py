@@ -123,16 +123,6 @@ def test_the_last_run_is_refused_before_the_first_one_trains(tmp_path: Path):
         Experiment(compose(words), words).trials()
 
 
-def test_where_a_starter_decides_how_many_devices_there_are_only_the_run_itself_refuses(tmp_path: Path):
-    """Eight devices cannot share a step of four sequences; the four processes that are started here can."""
-    words = ["size=pico", "data=needle", "data.batch_size=1", "global_batch=4", f"logs={tmp_path}"]
-    words += ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=8"]
-    with pytest.raises(ConfigError, match="global_batch is 4, but 8 devices with data.batch_size=1 take 8"):
-        Experiment(compose(words), words).trials()
-    words += ["starter='torchrun --nproc-per-node=4'"]
-    assert len(Experiment(compose(words), words).trials()) == 1
-
-
 def test_an_arm_is_refused_before_another_one_trains(tmp_path: Path):
     words = ["arms={a: [], b: ['global_batch=6']}", f"logs={tmp_path}"]
     with pytest.raises(ConfigError, match="^arm b: global_batch is 6, but "):

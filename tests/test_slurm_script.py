@@ -1,4 +1,4 @@
-"""The example for Slurm, with a cluster and a Python made of a few lines of shell."""
+"""The example for Slurm, with a cluster and an srun made of a few lines of shell."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import os
 import signal
 import subprocess
 import time
+import warnings
 from pathlib import Path
 
 import pytest
+from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from gsm.config.compose import compose
 from gsm.paths import ROOT
+from gsm.training import trainer as trainers
 
-PYTHON = """#!/bin/bash
+SRUN = """#!/bin/bash
 trap 'exit {warned}' USR1
 printf '%s\\n' "$@" > given.partly && mv given.partly given
 {then}
@@ -26,7 +29,7 @@ def submitted(folder: Path, then: str) -> subprocess.Popen[bytes]:
     """The script, on a cluster where Python trains as ``then`` says."""
     programs = {
         "scontrol": f'#!/bin/sh\necho "$@" > {folder}/queued\n',
-        ".venv/bin/python": PYTHON.format(warned=WARNED, then=then),
+        "srun": SRUN.format(warned=WARNED, then=then),
     }
     for name, text in programs.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -42,9 +45,9 @@ def test_a_job_is_queued_again_when_it_was_warned_and_only_then(tmp_path: Path, 
     queued = tmp_path / "queued"
     assert queued.is_file() is (code == WARNED)
     assert not queued.is_file() or queued.read_text() == "requeue 17\n"
-    script, *words = (tmp_path / "given").read_text().splitlines()
-    config = compose(words)
-    assert script == "train.py" and config["starter"] == "srun --kill-on-bad-exit=1 .venv/bin/python"
+    *program, script = (tmp_path / "given").read_text().splitlines()[:3]
+    config = compose((tmp_path / "given").read_text().splitlines()[3:])
+    assert program == ["--kill-on-bad-exit=1", ".venv/bin/python"] and script == "train.py"
     assert (config["trainer"]["devices"], config["trainer"]["num_nodes"]) == (8, 2)
 
 
@@ -58,3 +61,17 @@ def test_a_warning_reaches_the_training_and_the_script_waits_until_it_has_saved(
     job.send_signal(signal.SIGUSR1)
     assert job.wait(30) == WARNED
     assert (tmp_path / "saved").is_file() and (tmp_path / "queued").read_text() == "requeue 17\n"
+
+
+def test_a_login_node_is_not_told_to_use_srun_but_a_job_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "srun").write_text("#!/bin/sh")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("SLURM_NTASKS", raising=False)
+    for job, told in ((None, 0), ("17", 1)):
+        monkeypatch.setenv("SLURM_JOB_ID", job) if job else monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainers.quiet()
+            assert not SLURMEnvironment.detect()
+        assert len([one for one in caught if "srun" in str(one.message)]) == told

@@ -21,7 +21,7 @@ from gsm.experiments.table import COLUMNS
 from gsm.files import read_json
 
 # Keys of the parent; a run gets its own.
-OWN = {"name", "arm", "arms", "seed", "seeds", "tune", "jobs", "starter", "force", "table"}
+OWN = {"name", "arm", "arms", "seed", "seeds", "tune", "jobs", "force", "table"}
 NOT_FOR_ARMS = {*OWN, "logs", "folder", "experiment", "resume"}
 NOT_FOR_RUNS = {*NOT_FOR_ARMS, "runs", "start_from"}
 AFTER, EVALUATE = "after", "evaluate"  # keys of a run that are no overrides

@@ -15,10 +15,8 @@ import contextlib
 import itertools
 import os
 import shlex
-import shutil
 import sys
 import textwrap
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +35,6 @@ from gsm.experiments import launcher
 from gsm.experiments.compare import CONTENTS, apart, unfinished, write
 from gsm.experiments.entries import differing
 from gsm.experiments.jobs import Child, tail, work_off
-from gsm.experiments.remaining import Remaining
 from gsm.experiments.runs import TUNING, Experiment, Run, Trial, expand, in_order, naming
 from gsm.experiments.table import FOOTNOTE, RunSummary, Table, read_runs, shown
 from gsm.experiments.tune import EDGE, lines, listed
@@ -48,7 +45,7 @@ from gsm.training import folder
 from gsm.training.callbacks.progress import clock
 from gsm.training.run import train
 
-SEVERAL = ("arms", "seeds", "runs", "tune", "starter")  # one of them makes an experiment of a configuration
+SEVERAL = ("arms", "seeds", "runs", "tune")  # one of them makes an experiment of a configuration
 
 
 def run(config: Mapping[str, Any]) -> None:
@@ -61,7 +58,7 @@ def run(config: Mapping[str, Any]) -> None:
     elif job.mode == RunMode.MULTIRUN:
         raise ConfigError("an experiment with arms or seeds starts its runs itself: leave out -m (--multirun)")
     else:
-        train_all(Experiment(config, list(job.overrides.task), _script(config["starter"])), launcher.chosen())
+        train_all(Experiment(config, list(job.overrides.task), _script()), launcher.chosen())
 
 
 def print_runs(config: DictConfig) -> None:
@@ -160,7 +157,7 @@ class _Work:
         self.done = {run: None for run in runs if run.finished()}
         self.waiting = [run for run in runs if run not in self.done]
         self.at_once = min(experiment.config["jobs"], len(self.waiting))
-        self.remaining = Remaining(self.at_once)
+        self.seconds: list[float] = []  # of the trainings that have ended
         self.left = dict.fromkeys([*self.waiting, *(run for trial in later for run in trial.runs.values())])
         self.failed: dict[str, list[str]] = {}  # complaints, by name
         for trial in trials:
@@ -177,7 +174,7 @@ class _Work:
             for run in self.waiting:
                 self._ended(run, 0 if run.finished() else None)
             return
-        stopped = work_off(self.waiting, self.at_once, self._start, self._ended, self._watch)
+        stopped = work_off(self.waiting, self.at_once, self._start, self._ended)
         if stopped is not None:
             print(f"\nstopped; to go on:\n  {again()}", flush=True)
             raise SystemExit(128 + stopped)
@@ -208,15 +205,9 @@ class _Work:
         if self.at_once > 1:
             print(textwrap.indent(shlex.join(run.command), "    "), flush=True)
         self._note(run, "running")
-        self.remaining.watch(run, time.monotonic())
         # A single run takes all cores that are free.
         share = {"OMP_NUM_THREADS": str(max(1, threads.cores() // self.at_once))} if self.at_once > 1 else {}
         return Child(run, share, follow=self.at_once == 1)
-
-    def _watch(self, run: Run) -> None:
-        """Print the time left, once."""
-        if self.remaining.watch(run, time.monotonic()):
-            print(f"{self._label(run)}: {self.remaining.sentence(list(self.left))}", flush=True)
 
     def _ended(self, run: Run, code: int | None, child: Child | None = None) -> None:
         """Print how a run has ended, note it, and remember a failure."""
@@ -238,8 +229,17 @@ class _Work:
             stopped = code is not None and (code > 128 or -code in SIGNALS)
             self._note(run, "interrupted" if stopped else "failed", how)
         after = f" after {clock(child.seconds())}" if child else ""
-        left = self.remaining.sentence(list(self.left))
-        print(f"{self._label(run)}: {how}{after}{numbers}{f'; {left}' if left else ''}", flush=True)
+        if child and run.config and code == 0:
+            self.seconds.append(child.seconds())
+        print(f"{self._label(run)}: {how}{after}{numbers}{self._time_left()}", flush=True)
+
+    def _time_left(self) -> str:
+        """Return the time that the trainings to come take, each as long as the mean of those before; empty without."""
+        count = sum(run.config is not None for run in self.left)
+        if not (self.seconds and count):
+            return ""
+        seconds = count * sum(self.seconds) / len(self.seconds) / min(self.at_once, count)
+        return f"; {clock(seconds)} left for {count} run{'s' if count > 1 else ''}"
 
     def _label(self, run: Run) -> str:
         return f"[{self.waiting.index(run) + 1}/{len(self.waiting)}] {run.name}"
@@ -278,8 +278,8 @@ def _parts(trials: Sequence[Trial], waiting: Sequence[Run]) -> dict[tuple[str, .
     return parts
 
 
-def _script(starter: str | None = None) -> list[str]:
-    """Return the words that train one run: its starter, this script, the folder of the user's yamls, Hydra's overrides.
+def _script() -> list[str]:
+    """Return the words that train one run: Python, this script, the folder of the user's yamls, Hydra's overrides.
 
     Raises ConfigError for a flag that the runs would not have.
     """
@@ -296,26 +296,15 @@ def _script(starter: str | None = None) -> list[str]:
         raise ConfigError("hydra.searchpath= was given: add yaml files of your own with --config-dir instead")
     own_yamls = ["--config-dir", parsed.config_dir] if parsed.config_dir else []
     ours = ("hydra.run.", "hydra.mode=", f"{launcher.GROUP}=", "hydra.launcher.")
-    return [*started_by(starter), sys.argv[0], *own_yamls, *(line for line in own if not line.startswith(ours))]
-
-
-def started_by(starter: str | None) -> list[str]:
-    """Return the words that start a run: this Python, or the configuration's ``starter``. Raises ConfigError."""
-    try:
-        words = shlex.split(starter) if starter else [sys.executable]
-    except ValueError as error:
-        raise ConfigError(f"starter is {starter!r:.60}, which is no command: {error}") from error
-    if not words or shutil.which(words[0]) is None:
-        raise ConfigError(f"starter is {starter!r:.60}, but there is no such command here: give its path")
-    return words
+    return [sys.executable, sys.argv[0], *own_yamls, *(line for line in own if not line.startswith(ours))]
 
 
 def _refuse_ranks() -> None:
     for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):  # torchrun's, srun's
         if os.environ.get(name, "1") != "1":
             raise ConfigError(
-                f"{name} is {os.environ[name]}, so this is one of several ranks, but an experiment is one process that "
-                "starts others: say starter='torchrun ...' or starter='srun ...' instead, which starts each of its runs"
+                f"{name}={os.environ[name]} in the environment is not allowed because an experiment is one process, "
+                "which starts others. Use trainer.devices, or the runs that --cfg runs prints, one by one."
             )
 
 

@@ -18,12 +18,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from gsm.signals import PARENT, answered, leave_with_parent
+from gsm.signals import PARENT, answered
 
 if TYPE_CHECKING:  # it takes seconds to import
     from gsm.experiments.runs import Run
 
-THROUGH = (sys.executable, "-m", "gsm.experiments.jobs")  # becomes a program that knows nothing of its parent
 PAUSE = 0.1  # seconds between two looks
 
 
@@ -39,18 +38,17 @@ class Child:
     def __init__(self, run: Run, environment: Mapping[str, str] | None = None, follow: bool = False) -> None:
         run.log.parent.mkdir(parents=True, exist_ok=True)
         self.log, self.follow, self.since = run.log, follow, time.monotonic()
-        self._starts_others = run.starter
         self._signals = 0
         with run.log.open("ab") as file:
             self._shown = file.tell()
             file.write(f"$ {shlex.join(run.command)}\n".encode())
             file.flush()
             self._process = subprocess.Popen(
-                (*THROUGH, *run.command) if self._starts_others else run.command,
+                run.command,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or {}), **self._known()},
+                env={**os.environ, **(environment or {}), PARENT: str(os.getpid())},
                 process_group=0,  # so that Ctrl-C reaches it once, through the parent
             )
 
@@ -69,22 +67,12 @@ class Child:
     def forward(self, signals: Sequence[int]) -> None:
         """Send the signals of the parent that it has not got yet."""
         for number in signals[self._signals :]:
-            if self._starts_others and number == signal.SIGINT:
-                number = signal.SIGTERM  # srun answers the first Ctrl-C by telling how its tasks are
             self._process.send_signal(number)
         self._signals = len(signals)
 
     def seconds(self) -> float:
         """Return the time since its start."""
         return time.monotonic() - self.since
-
-    def _known(self) -> dict[str, str]:
-        """Return variables of its environment: its parent, so that it leaves with it; and for torchrun the signals that
-        it passes on to the processes that it starts (the default of its --signals-to-handle)."""
-        known = {PARENT: str(os.getpid())}
-        if self._starts_others:
-            known["PET_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in answered())
-        return known
 
 
 def tail(log: Path, lines: int = 15) -> list[str]:
@@ -100,7 +88,6 @@ def work_off(
     at_once: int,
     start: Callable[[Run], Child],
     ended: Callable[[Run, int | None, Child | None], None],
-    watch: Callable[[Run], None] = lambda run: None,
 ) -> int | None:
     """Start runs in their order, each after the run that it waits for, ``at_once`` at a time.
 
@@ -112,7 +99,6 @@ def work_off(
         start: starts one.
         ended: is called with a run, its exit code and its process. Without a process, code 0 stands for a run that was
             finished, None for a run that could not be started.
-        watch: is called with every running one, again and again.
 
     Returns:
         None when all have ended by themselves. After a signal, its number: all processes got it and have ended, and no
@@ -137,7 +123,6 @@ def work_off(
                 child.forward(signals)
                 code = child.poll()
                 if code is None:
-                    watch(run)
                     continue
                 del running[run]
                 if code:
@@ -163,8 +148,3 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-if __name__ == "__main__":
-    leave_with_parent()
-    os.execvp(sys.argv[1], sys.argv[1:])  # the signal that it leaves by outlives this

@@ -58,7 +58,6 @@ class Run:
         config: composed; None: it measures.
         checkpoint: the weights that it measures.
         words: arguments of evaluate.py that it measures with, without the checkpoint.
-        starter: whether the command starts others that do the work, as torchrun does, which may itself be a Python.
     """
 
     name: str
@@ -68,7 +67,6 @@ class Run:
     config: Mapping[str, Any] | None = field(default=None, repr=False)
     checkpoint: Path | None = None
     words: tuple[str, ...] = ()
-    starter: bool = False
 
     def __str__(self) -> str:
         return f"{self.name}  {os.path.relpath(self.folder)}  {shlex.join(self.command)}"
@@ -400,7 +398,6 @@ class Experiment:
         last = [line for line in last if line != "resume=never"]  # which the parent obeys, once
         tunes = self.tune or "tune" in map(key_of, self.given)  # the experiment's yaml would tune in every run
         one = ["arms=null", "seeds=null", *(["tune=null"] if tunes else [])]
-        one += ["starter=null"] if self.config.get("starter") else []  # an experiment's yaml may name it
         one += [f"arm={quoted(arm)}", f"seed={seed}", f"name={quoted(self.config['name'])}"]
         tuned = values
         if tuned is None:
@@ -412,10 +409,10 @@ class Experiment:
 
     def _add_runs(self, trial: Trial) -> None:
         """Add every run of a trial, or the run of another arm that trains the same."""
-        config, entries, starter = trial.config, trial.config["runs"], bool(self.config.get("starter"))
+        config, entries = trial.config, trial.config["runs"]
         if entries is None:
             command, after = (*self.script, *trial.overrides), self._trained_in(config)
-            trial.runs[""] = Run(self._name(trial.folder), trial.folder, command, after, config, starter=starter)
+            trial.runs[""] = Run(self._name(trial.folder), trial.folder, command, after, config)
             return
         if str(config["resume"]) not in ("auto", "never"):
             raise ConfigError("resume=PATH is for a single run: runs.<name>=PATH takes the weights of a checkpoint")
@@ -441,7 +438,7 @@ class Experiment:
         with naming(f"run {entry.name}"):
             config = self._composed(overrides)
         after, command = after or self._trained_in(config), (*self.script, *overrides)
-        run = Run(self._name(place), place, command, after, config, starter=bool(self.config.get("starter")))
+        run = Run(self._name(place), place, command, after, config)
         for arm in self.arms if trial.values is None else ():
             if arm == trial.arm:
                 break
@@ -469,14 +466,11 @@ class Experiment:
         return next((run for run in runs if run.config and checkpoint_file(run.folder) == wanted), None)
 
     def _composed(self, overrides: Sequence[str]) -> dict[str, Any]:
-        """Return a configuration that can be trained, and loaded from its checkpoint. Raises ConfigError.
-
-        A starter decides how many devices share a step: then each run checks that for itself.
-        """
+        """Return a configuration that can be trained, and loaded from its checkpoint. Raises ConfigError."""
         config = compose(overrides)
         refuse_unnamed(config)
         if config.get("runs") is None:
-            refuse_early(config, divides=not self.config.get("starter"))
+            refuse_early(config)
         return config
 
     def _name(self, place: Path) -> str:

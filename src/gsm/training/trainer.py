@@ -166,13 +166,8 @@ def shares(trainer: lightning.Trainer) -> int:
     return sharing(trainer)[0]
 
 
-def refuse_early(config: Mapping[str, Any], divides: bool = True) -> None:
-    """Raise ConfigError for values that a later run would refuse, before anything that leads to it is trained.
-
-    Args:
-        config: the run's.
-        divides: the number of devices here is the run's, so that its step can be divided.
-    """
+def refuse_early(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for values that a later run would refuse, before anything that leads to it is trained."""
     if "model" in config:
         sketch(config)
     if "task" in config.get("data", {}):  # other data read files
@@ -180,7 +175,7 @@ def refuse_early(config: Mapping[str, Any], divides: bool = True) -> None:
     if chosen := config.get("trainer"):
         refuse_numbers(chosen)
         refuse_arguments({name: value for name, value in chosen.items() if name not in MACHINE})
-    if config.get("global_batch") is not None and divides and (world := ranks_in(config)):
+    if config.get("global_batch") is not None and (world := ranks_in(config)):
         batches_a_step(config, world)
 
 
