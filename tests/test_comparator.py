@@ -21,7 +21,7 @@ from gsm.models.matching import BARE, difference_note, head_counts, match
 from gsm.models.schedule import stack_rows
 from gsm.paths import variants
 from gsm.span import Span
-from gsm_kernels import attend_range, listening, using
+from gsm_kernels import listening, using
 
 MIXERS = {"window": SlidingWindow, "all": Attention}
 TOKENS = random_tokens(2, 40)
@@ -144,30 +144,6 @@ def test_fast_implementations_and_references_make_the_same_model(case):
     assert {("attend_range", "sdpa"), ("delta_rule", "chunked"), ("slot_attention", "chunked")} & set(heard)
 
 
-@torch.no_grad()
-def test_one_document_without_padding_is_known_without_looking(monkeypatch):
-    model, whole, inputs = build("transformer"), [], attend_range.inputs
-
-    def listened(*args, **kwargs):
-        given = inputs(*args, **kwargs)
-        whole.append(given.whole)
-        return given
-
-    monkeypatch.setattr(attend_range, "inputs", listened)
-    model(TOKENS)
-    out = model(TOKENS[:, :30], memory=model.start(2))
-    model(TOKENS[:, 30:], memory=out.memory)
-    model.prefill(TOKENS, model.start(2, capacity=50), chunk=7)
-    assert all(whole) and len(whole) > 4 * GEOMETRY.depth
-    whole.clear()
-    packed = model(TOKENS[:, :30], documents=torch.zeros_like(TOKENS[:, :30]), memory=model.start(2))
-    model(TOKENS[:, 30:], memory=packed.memory)
-    static = model.start(2, capacity=50)
-    model(TOKENS, memory=static)
-    model(TOKENS[:, :1], memory=static)  # may be captured, and has to serve every length
-    assert not any(whole)
-
-
 @pytest.mark.parametrize("case", comparators())
 @torch.no_grad()
 def test_the_state_of_a_comparator_is_all_that_it_keeps(case):
@@ -204,20 +180,6 @@ def test_a_decoded_token_does_not_depend_on_the_room_of_its_memory():
     assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
 
 
-@torch.no_grad()
-def test_prefill_asks_yoco_s_second_half_for_one_row(monkeypatch):
-    model, asked = build("yoco"), []
-    right = type(model.decoder).forward
-
-    def watch(stack, streams, span, rows, *rest):
-        asked.append((streams.mixed_BTD.shape[1], rows))
-        return right(stack, streams, span, rows, *rest)
-
-    monkeypatch.setattr(type(model.decoder), "forward", watch)
-    model(TOKENS, rows=1)
-    assert asked == [(40, [40] * GEOMETRY.encoder_layers), (1, [1] * GEOMETRY.decoder_layers)]
-
-
 @pytest.mark.parametrize("name", variants("model/mixer"))
 @torch.no_grad()
 def test_any_mixer_may_stand_in_yoco_s_self_decoder(name):
@@ -230,14 +192,6 @@ def test_any_mixer_may_stand_in_yoco_s_self_decoder(name):
         out = model(TOKENS[:, first:end], memory=memory, rows=1)
         memory = out.memory
         assert_same(out.logits, full[:, end - 1 : end], f"{name}, up to {end}")
-
-
-@torch.no_grad()
-def test_yoco_on_gated_delta_nets_keeps_one_cache_and_states():
-    sizes = [build("yoco_gated_delta_net").start(1, capacity=n).breakdown() for n in (39, 79)]
-    state = GEOMETRY.encoder_layers * GEOMETRY.heads * GEOMETRY.entry_dim**2 * 8
-    assert [one["encoder_state"] for one in sizes] == [state, state]
-    assert sizes[1]["decoder_cache"] == 2 * sizes[0]["decoder_cache"] and "encoder_window" not in sizes[0]
 
 
 def test_matching_takes_the_first_heads_whose_rank_fits():
@@ -255,17 +209,6 @@ def test_matching_takes_the_first_heads_whose_rank_fits():
     tiny = match(GEOMETRY, head_counts(4), make, lambda: make(1, 1))
     assert tiny.heads == 1 and tiny.rank == 3 and tiny.difference == count(make(1, 3)) - count(make(1, 1))
     assert "more than the baseline" in difference_note(tiny.difference, make(1, 3))
-
-
-def test_matching_tries_only_heads_between_too_few_and_too_many():
-    tried = []
-
-    def make(heads, rank):
-        tried.append(heads)
-        return torch.nn.Linear(1, heads * (400 + rank), bias=False)
-
-    found = match(GEOMETRY, head_counts(32), make, lambda: torch.nn.Linear(1, 7 * (400 + 5), bias=False))
-    assert found == (7, 5, 0) and set(tried) == {32, 16, 8, 4, 6, 7}
 
 
 def test_heads_that_the_caller_s_key_heads_do_not_divide_are_passed_over():

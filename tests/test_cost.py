@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import pytest
@@ -32,7 +31,6 @@ import gsm.layers.search as search
 import gsm.layers.sparse as sparse
 import gsm.models.base as base
 import gsm_kernels
-from gsm.config.load import build_model
 from gsm.costs.model import Parts, cost
 from gsm.layers.block import Block
 from gsm.layers.costs import limited, pooled
@@ -40,7 +38,6 @@ from gsm.models.base import LanguageModel
 from gsm.models.baseline import Baseline
 from gsm.models.gsm import GSM
 from gsm.observe import record
-from gsm.paths import variants
 from gsm_kernels import Impl, IndexerLoss
 from gsm_kernels.index_top_k.reference import slots_visible
 
@@ -176,27 +173,6 @@ def test_products_with_weights_are_those_that_pytorch_counts(case: str, without_
     for tokens, rows, before in CALLS:
         want = predicted(cost(model).forward_flops(tokens, rows, before))
         assert counted(model, tokens, rows, before) == want, f"{tokens} tokens, {rows} rows, {before} before"
-
-
-@functools.cache
-def sized(name: str, size: str) -> LanguageModel:
-    with torch.device("meta"):
-        return build_model(name, size)
-
-
-EACH_KIND = ("gsm", "baseline", "hybrid")  # of a comparator, this one has both kinds of mixers
-SCALES = [*((name, "nano") for name in EACH_KIND), ("gsm", "1p5b")]
-MORE_SCALES = [(name, "nano") for name in variants("model") if name not in EACH_KIND]
-MORE_SCALES += [("baseline", "1p5b"), ("hybrid", "1p5b")]
-
-
-@pytest.mark.parametrize(
-    ("name", "size"), [*SCALES, *(pytest.param(*scale, marks=pytest.mark.nightly) for scale in MORE_SCALES)]
-)
-def test_they_are_at_every_scale(name: str, size: str, without_cores: None):
-    model, tokens = sized(name, size), 6000
-    for rows in (1, tokens) if size == "nano" else (1,):
-        assert counted(model, tokens, rows, 0) == predicted(cost(model).forward_flops(tokens, rows))
 
 
 @pytest.mark.parametrize("case", mostly_nightly(TRAINED, *MEMORIES, "baseline"))
@@ -367,19 +343,6 @@ def test_a_part_that_says_nothing_of_its_cost_is_refused(model: str):
     block.attention = nn.Identity()
     with pytest.raises(ValueError, match=r"the cost of Identity is not known; give it a method work\(kind, below\)"):
         cost(silent)
-
-
-def test_a_model_that_says_nothing_of_its_layers_is_refused_and_a_subclass_costs_what_it_says():
-    class Wider(LanguageModel):
-        run = schedule = empty_memory = lambda self, *arguments: None
-
-    with pytest.raises(ValueError, match=r"the cost of Wider is not known; give it a method layer_costs\(\)"):
-        cost(Wider(GEOMETRY.vocabulary, GEOMETRY.dim))
-
-    class Longer(GSM):
-        pass
-
-    assert cost(Longer(GEOMETRY)).training_flops(41) == cost(GSM(GEOMETRY)).training_flops(41)
 
 
 def test_a_pool_that_may_run_short_is_refused():

@@ -4,28 +4,24 @@ its rows see."""
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
-from small import GEOMETRY, build, cases, random_tokens, variant
+from small import GEOMETRY, build, cases, random_tokens
 from test_cost import model_of
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import gsm.layers.search as search
 from gsm.config.load import build_model
-from gsm.costs.model import Parts, cost, paper_cache, paper_decode
-from gsm.layers.attended import StatePart
+from gsm.costs.model import cost, paper_cache, paper_decode
 from gsm.layers.costs import ProductCost
-from gsm.layers.linear import Linear
-from gsm.layers.projections import Shape
 from gsm.models.base import LanguageModel
 from gsm.models.baseline import Baseline
 from gsm.models.gsm import GSM
 from gsm.observe import record
-from gsm.slots.state_reader.base import StateAttention, StateReader
+from gsm.slots.state_reader.base import StateAttention
 from gsm_kernels.index_top_k.reference import slots_visible
 
 BLOCKS = ("encoder", "decoder")
@@ -89,43 +85,6 @@ def parts_per_entry(model: LanguageModel, tap: str) -> int:
     return parts.get("/".join(tap.split("/")[:2]), 1)
 
 
-class TwoStates(StateReader):
-    """A row looks at one state, and with what it found at another."""
-
-    parts = (StatePart("first"), StatePart("second"))
-
-    def layer(self, shape: Shape, *, layer: int, layers: int, **common) -> StateAttention:
-        return TwiceAttention(shape, **common)
-
-
-class TwiceAttention(StateAttention):
-    parts_per_entry = 2  # of one entry in each state
-
-    def __init__(self, shape: Shape, **common):
-        super().__init__(shape, **common)
-        self.rate = nn.Parameter(torch.zeros(shape.heads, 1))
-        self.again = Linear(shape.entry_dim, shape.entry_dim)
-
-    def mix(self, query_BRHC, state, position_BR, angles):
-        found_BRHC = self.attend(query_BRHC, state.parts["first"], position_BR, angles)
-        again_BRHC = query_BRHC + self.rate * self.again(found_BRHC)
-        return self.attend(again_BRHC, state.parts["second"], position_BR, angles, tap_name="weights/again")
-
-
-@torch.no_grad()
-def test_a_reader_that_attends_twice_shows_both_and_its_own_parameters_count():
-    model = build("gsm-writer=additive", state_reader=TwoStates())
-    with record("decoder/*") as seen, Touched(model) as touched:
-        model(random_tokens(1, 9), rows=1)
-    first, second = seen["decoder/5/weights"], seen["decoder/5/weights/again"]
-    assert first.shape == second.shape and not torch.equal(first, second)
-    parts = cost(model).forward_bytes(9, 1, dtype=torch.float64)
-    assert sum(size for part, size in parts.items() if part.endswith("/weights")) == touched.bytes
-    like = cost(build("gsm-writer=additive", state_reader=variant("state_reader", "per_group")))
-    own = GEOMETRY.decoder_layers * (GEOMETRY.heads + GEOMETRY.entry_dim**2)
-    assert parts["decoder/weights"] == like.forward_bytes(9, 1, dtype=torch.float64)["decoder/weights"] + 8 * own
-
-
 @pytest.mark.parametrize("case", cases())
 @torch.no_grad()
 def test_what_a_step_writes_is_what_a_memory_gains_or_replaces(case: str):
@@ -150,36 +109,6 @@ def test_activations_are_those_of_the_stated_rule():
     numbers += 2 * tokens * shape.dim + rows * (shape.dim + shape.vocabulary)
     moved = model.forward_bytes(tokens, rows)
     assert sum(size for part, size in moved.items() if part.endswith("/activations")) == 2 * numbers
-
-
-def test_a_boundary_of_hyper_connections_moves_ten_times_the_width():
-    model = build("gsm")
-    site = model.get_submodule("decoder.blocks.0.feed_forward_residual")
-    assert site.products().moved == 10 * GEOMETRY.dim
-
-
-def test_in_two_passes_a_site_reads_its_streams_once_more_and_multiplies_as_often():
-    once, twice = (build(f"gsm-residual={name}") for name in ("mhc", "mhc_two_pass"))
-    site = "decoder.blocks.0.feed_forward_residual"
-    single, double = once.get_submodule(site), twice.get_submodule(site)
-    together = double.enter_products() + double.products()
-    assert together == replace(single.products(), moved=14 * GEOMETRY.dim)
-    rows = [cost(model).forward_flops(40) for model in (once, twice)]
-    assert rows[0] == rows[1], "of all positions"
-    pruned = [cost(model).forward_flops(40, 1) for model in (once, twice)]
-    less, more = (parts["encoder/hyper-connections"] for parts in pruned)
-    assert less < more, "a window wants all positions to be read"
-
-
-def test_a_prompt_in_chunks_moves_what_its_chunks_move():
-    model = cost(build("gsm-writer=additive"))
-    calls = ((20, 1 - 23, 0), (20, 1 - 3, 20), (3, 1, 40))
-    whole, flops = Parts(), Parts()
-    for call in calls:
-        whole.update(model.forward_bytes(*call))
-        flops.update(model.forward_flops(*call))
-    assert model.prefill_bytes(43, chunk=20) == whole
-    assert model.prefill_flops(43, chunk=20) == flops
 
 
 @pytest.mark.parametrize("case", ["gsm-writer=additive", "baseline-residual=mhc", "hybrid", "yoco"])

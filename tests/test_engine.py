@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gsm.cache.memory import _tensors
-from gsm.engine import CHUNK, Engine
-from gsm.evaluation import generate
+from gsm.engine import Engine
 from gsm.graphs import CudaGraphs
 from gsm.models.prompts import left_pad
 from gsm.models.sampling import sample
@@ -112,29 +111,6 @@ def test_one_recorded_chunk_reads_long_prompts_of_any_length(case, recorder):
     assert running._recorder.count == (1 if running.memory.keeps_padding else 2), "a step, and a chunk"
 
 
-@torch.no_grad()
-def test_an_interrupted_chunk_leaves_the_memory_as_it_was(monkeypatch):
-    running = engine(SEPARATE, capacity=80, chunk=4)
-    running.warm_up()
-    tokens = random_tokens(1, 60)
-    read(running, tokens[:, :10])
-    replay, times = running._chunk.replay, []
-
-    def interrupted():
-        times.append(1)
-        if len(times) == 3:
-            raise KeyboardInterrupt
-        return replay()
-
-    monkeypatch.setattr(running, "_chunk", running._chunk._replace(replay=interrupted))
-    with pytest.raises(KeyboardInterrupt):
-        running.prefill(tokens[:, 10:])
-    assert running.memory.used == 10
-    with pytest.raises(ValueError, match="10 are used, and 71 more were given"):
-        running.prefill(random_tokens(1, 71))
-    assert_same(running.prefill(tokens[:, 10:]), running.model(tokens).logits[:, -1], "once more", EXACT)
-
-
 def scale_data(model):
     for parameter in model.parameters():
         parameter.data = parameter.data * 1.1
@@ -188,17 +164,6 @@ def test_what_has_changed_in_a_model_is_recorded_again(change):
     assert_same(running.prefill(tokens[:, :16]), want[:, 15], "a prompt", EXACT)
     assert_same(read(running, tokens[:, 16:]), want[:, 16:], "tokens", EXACT)
     assert not torch.allclose(before, want[:, 16:])
-
-
-@torch.no_grad()
-def test_a_hook_runs_at_every_token():
-    running, seen = engine(SEPARATE, capacity=40), []
-    running.decode(torch.tensor([1]))
-    hook = running.model.norm.register_forward_hook(lambda *arguments: seen.append(1))
-    read(running, random_tokens(1, 3))
-    hook.remove()
-    read(running, random_tokens(1, 3))
-    assert len(seen) == 3
 
 
 @torch.no_grad()
@@ -367,14 +332,6 @@ def test_recording_leaves_the_memory_as_it_was(used, recorder):
         assert_same(read(running, tokens[:, used : used + 3]), next_BTV, f"what follows {used} tokens", EXACT)
 
 
-def test_a_prompt_of_up_to_a_whole_chunk_is_one_recording():
-    """At 4K, a length that is measured, a GPU once waited for Python: buckets ended at half a chunk."""
-    running = engine(SEPARATE, capacity=2 * CHUNK)
-    lengths = [CHUNK // 2, CHUNK // 2 + 1, CHUNK, CHUNK + 1]
-    sizes = [running._bucket_size(torch.zeros(1, length, dtype=torch.int64)) for length in lengths]
-    assert sizes == [CHUNK // 2, CHUNK, CHUNK, None]
-
-
 @torch.no_grad()
 def test_warming_up_records_everything_that_would_be_recorded_later():
     running = engine(SEPARATE, capacity=100, chunk=40)
@@ -399,16 +356,6 @@ def test_a_prefix_that_was_kept_is_gone_on_from(recorder):
     running.load(prefix)
     assert running.memory is memory and memory.used == 13
     assert torch.equal(read(running, tokens[:, 13:20]), want)
-
-
-@torch.no_grad()
-def test_a_long_prompt_is_read_in_chunks_wherever_it_begins():
-    running, tokens = engine(SEPARATE, capacity=70, chunk=16), random_tokens(1, 70)
-    full = running.model(tokens).logits
-    assert_same(running.prefill(tokens[:, :35]), full[:, 34], "35 tokens, 16 at a time")
-    assert_same(running.prefill(tokens[:, 35:40]), full[:, 39], "a short one behind it")
-    assert_same(read(running, tokens[:, 40:42]), full[:, 40:42], "two tokens")
-    assert_same(running.prefill(tokens[:, 42:]), full[:, -1], "the rest")
 
 
 @pytest.mark.parametrize("graphs", [False, ALL_LENGTHS])
@@ -476,15 +423,6 @@ def test_draws_are_those_of_multinomial_which_would_wait_for_the_device():
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize(("graphs", "calls"), [(False, 3), (ALL_LENGTHS, 2)])
-def test_whoever_was_in_training_is_so_again_and_the_engine_computes_as_in_evaluation(graphs, calls, monkeypatch):
-    model, modes = build("gsm-writer=additive").train(), []
-    right = model.run
-    monkeypatch.setattr(model, "run", lambda *arguments: modes.append(model.encoder.training) or right(*arguments))
-    Engine(model, capacity=10, graphs=graphs).generate([1, 2, 3], 3)
-    assert modes == [False] * calls and all(module.training for module in model.modules())
-
-
 @pytest.mark.parametrize("graphs", [False, ALL_LENGTHS])
 def test_what_is_made_in_inference_mode_works_outside_of_it(graphs):
     with torch.inference_mode():
@@ -515,18 +453,6 @@ def test_a_recording_that_fails_leaves_nothing_behind():
 def test_an_engine_needs_a_capacity():
     with pytest.raises(ValueError, match="capacity=None is not allowed because an engine has a static memory"):
         Engine(build("gsm-writer=additive"), capacity=None)
-
-
-def test_ctrl_c_ends_the_line_and_leaves_what_was_written(monkeypatch, capsys):
-    def pieces(*arguments):
-        yield "a = "
-        raise KeyboardInterrupt
-
-    for name, instead in (("load_tokenizer", str), ("load_model", lambda *arguments: None), ("pieces", pieces)):
-        monkeypatch.setattr(generate, name, instead)
-    with pytest.raises(SystemExit) as ended:
-        generate.generate("somewhere", prompt="def f():", device="cpu")
-    assert ended.value.code == 130 and capsys.readouterr().out == "def f():a = \n"
 
 
 @torch.no_grad()

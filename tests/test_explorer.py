@@ -29,7 +29,6 @@ from gsm.analysis.needles import ask
 from gsm.analysis.rollout import TAPS, state_routes
 from gsm.config import command_line
 from gsm.data.recall import MultiQueryRecall, Needle
-from gsm.data.state_tracking import StateTracking
 from gsm.data.synthetic import Generated
 from gsm.data.tokenizer import Tokenizer
 from gsm.explorer import Page, explore, facts, page
@@ -257,15 +256,6 @@ def test_the_file_holds_the_facts(made: Page):
     assert np.array_equal(arrays["document"], TWO.numpy()) and np.array_equal(arrays["start"], made.facts.start_F)
 
 
-def test_where_weights_are_too_many_the_mean_over_heads_is_kept(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(page, "LARGEST", 1000)
-    less = explore(build(PLAIN), random_tokens(1, T)[0])
-    about, arrays = packed(less.html)
-    assert about["heads"] == 1
-    mean_TE = less.facts.readings[0].near_THE.mean(dim=1).numpy()
-    assert np.abs((arrays["encoder/1/near"][:, 0] / 255.0) ** 2 - mean_TE).max() < 1 / 255
-
-
 def test_the_file_refers_to_nothing_outside_and_allows_nothing(made: Page):
     file = made.html
     policy = re.search(r'http-equiv="Content-Security-Policy" content="(.*?)"', file)
@@ -354,18 +344,11 @@ def test_the_command_writes_a_page_of_a_needle(trained: dict[str, Path], tmp_pat
     ("run", "given", "said"),
     [
         ("text", [], "explore.py needs text= or text_file= because .* was trained on text"),
-        ("text", ["text=a", "text_file=b"], "text_file=b is not allowed with text"),
-        ("text", ["text_file=nothing.txt"], "text_file=nothing.txt cannot be read"),
-        ("text", ["text=a"], r".*last.ckpt: a text of 1 tokens is not allowed. Use 3 to 4,096"),
-        ("text", ["text=abc", "tokens=5000"], "tokens=5000 is not allowed. Use 1 to 4096"),
-        ("text", ["txt=abc"], "unknown argument 'txt'; did you mean text"),
         (
             "needle",
             ["text=abc"],
             "text is not allowed because .* was trained on Needle, which has no text. Leave text out",
         ),
-        ("needle", ["tokens=5"], "tokens: "),
-        ("needle", ["sequence=-1"], "sequence=-1 is not allowed because sequences are numbered from 0"),
     ],
 )
 def test_the_command_explains_what_it_cannot_use(
@@ -537,22 +520,6 @@ def test_every_lens_and_tint_draws(driven: Driven):
     assert driven.errors == []
 
 
-def test_dark_and_light_follow_the_system_until_somebody_switches(driven: Driven):
-    paper = "getComputedStyle(document.body).backgroundColor"
-    seen = {}
-    for scheme in ("light", "dark"):
-        features = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-        driven.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", features)
-        seen[scheme] = driven.ask(paper)
-    assert seen["light"] != seen["dark"]
-    driven.browser.find_element("id", "theme").click()
-    assert driven.ask(paper) == seen["light"]
-    driven.press("d")
-    assert driven.ask(paper) == seen["dark"]
-    driven.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-    assert driven.errors == []
-
-
 def test_hostile_text_is_shown_and_not_run(browser: Any, hostile: Page, tmp_path: Path):
     driven = Driven(browser, hostile, tmp_path / "page.html")
     assert driven.ask("typeof window.bad") == "undefined"
@@ -585,50 +552,3 @@ def test_a_frame_of_a_notebook_shows_the_page(browser: Any, made: Page, tmp_path
     assert browser.execute_script("return elements.length") == T
     assert browser.get_log("browser") == []
     browser.switch_to.default_content()
-
-
-def test_a_task_whose_answers_are_not_the_next_token_is_shown_too(browser: Any, tmp_path: Path):
-    task = StateTracking(groups=("Z3",))
-    drawn = Generated(task, 0, lambda _: T)[0]
-    states = explore(build(PLAIN), drawn["tokens"], task, targets=drawn["targets"])
-    driven = Driven(browser, states, tmp_path / "page.html")
-    driven.point(7)
-    loss = float(states.facts.loss_T[WHOLE][7])
-    assert f"asked herewhole model{loss:.2f}" in driven.ask("document.querySelector('#panel table').textContent")
-    assert driven.errors == []
-
-
-def test_a_page_opens_at_its_top_with_the_focus_in_sight(driven: Driven):
-    """It scrolled to the token for which the state saves most, which may be the last."""
-    size = {"width": 240, "height": 200, "deviceScaleFactor": 1, "mobile": False}
-    driven.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    driven.browser.refresh()
-    box = "elements[state.focus].getBoundingClientRect().bottom <= pane.getBoundingClientRect().bottom"
-    seen = [driven.ask(one) for one in ("elements.at(-1).offsetTop - pane.clientHeight", "pane.scrollTop", box)]
-    driven.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    assert seen[0] > 0 and seen[1:] == [0, True]
-
-
-def test_a_narrow_window_has_everything_too(driven: Driven):
-    size = {"width": 420, "height": 800, "deviceScaleFactor": 1, "mobile": False}
-    driven.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    wide = driven.ask("document.documentElement.scrollWidth")
-    below = driven.ask(
-        "document.getElementById('panel').getBoundingClientRect().top >= "
-        "document.getElementById('pane').getBoundingClientRect().bottom"
-    )
-    driven.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    assert wide <= 420 and below
-
-
-@pytest.mark.slow
-def test_two_thousand_tokens_open_within_the_time(browser: Any, tmp_path: Path):
-    """A second on a machine that does nothing else; this one may be busy, so half of one is added."""
-    made = explore(build(PLAIN).float(), torch.randint(GEOMETRY.vocabulary, (2048,)))
-    assert len(made.html) < 6e6
-    times = []
-    for number in range(3):
-        driven = Driven(browser, made, tmp_path / f"{number}.html")
-        times.append(driven.ask("Number(document.documentElement.dataset.ready)"))
-    assert min(times) < 1500, f"ms until it could be used: {times}"
-    assert driven.errors == []

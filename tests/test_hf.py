@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,18 +94,6 @@ def test_a_conversation_goes_on_from_its_cache(theirs: Any, tokenizer: Any):
     assert torch.equal(on, theirs.generate(ids, attention_mask=torch.ones_like(ids), **how))
 
 
-def test_samples_are_drawn_and_several_of_each(theirs: Any, tokenizer: Any):
-    prompt = tokenizer(TEXTS, return_tensors="pt", padding=True)
-    drawn = theirs.generate(**prompt, max_new_tokens=12, do_sample=True, top_p=0.9, num_return_sequences=3)
-    assert drawn.shape[0] == 6 and len({tuple(row) for row in drawn.tolist()}) > 2
-
-
-def test_a_pipeline_writes_text(folder: Path):
-    write = transformers.pipeline("text-generation", model=str(folder), device="cpu")
-    (said,) = write("def ", max_new_tokens=4, do_sample=False)
-    assert said["generated_text"].startswith("def ") and len(said["generated_text"]) > 4
-
-
 def test_half_precision_is_that_of_the_model_converted(folder: Path, ours: Any):
     half = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -170,22 +156,6 @@ def test_a_trainer_takes_a_step_and_learns_what_indexers_lose_too(folder: Path, 
     assert trainer.train().training_loss > 0
     changed = [name for name, value in model.named_parameters() if not torch.equal(value, before[name])]
     assert any(".indexer." in name for name in changed) and len(changed) > 0.9 * len(before)
-
-
-def test_accumulated_steps_are_divided_as_one_would_be(folder: Path, tmp_path: Path):
-    """transformers hands over the number of targets of a whole step: what indexers lose was added once a batch."""
-    pytest.importorskip("accelerate")
-    rows, said = [{"input_ids": row, "labels": row} for row in tokens(4, 32)], []
-    for size, batches in ((4, 1), (1, 4)):
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-        how = transformers.TrainingArguments(
-            output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=size,
-            gradient_accumulation_steps=batches, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True,
-            max_grad_norm=0.0, learning_rate=0.0,
-        )  # fmt: skip
-        trainer = transformers.Trainer(model=model, args=how, train_dataset=rows)
-        said.append(trainer.train().training_loss)
-    assert said[0] == pytest.approx(said[1], rel=2e-2)
 
 
 def test_the_loss_of_labels_is_ours_of_the_next_token(theirs: Any, ours: Any):
@@ -260,14 +230,6 @@ def test_a_folder_is_trusted_as_little_as_a_checkpoint(folder: Path, tmp_path: P
         gsm.load_model(damaged(folder, tmp_path, **changes))
 
 
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(folder: Path, tmp_path: Path):
-    copy = damaged(folder, tmp_path)
-    (copy / "tokenizer.json").unlink()
-    os.mkfifo(copy / "tokenizer.json")
-    with pytest.raises(CheckpointError, match="not a regular file"):
-        gsm.load_model(copy)
-
-
 def test_a_config_that_names_a_foreign_part_builds_nothing(folder: Path, tmp_path: Path):
     copy = damaged(folder, tmp_path, model={"_target_": "os.system", "command": "touch /tmp/never"})
     with pytest.raises(ConfigError, match="no yaml"):
@@ -325,11 +287,6 @@ def test_a_run_starts_from_a_folder(folder: Path):
     assert weights.describe_start(str(folder)).endswith("step 480.") and digest(folder) != digest("nano")
 
 
-def test_the_card_has_the_numbers_of_the_run_and_how_it_is_used(folder: Path):
-    card = (folder / "README.md").read_text()
-    assert "library_name: transformers" in card and "from_pretrained" in card and "size=nano" in card
-
-
 def test_the_folder_names_its_code_for_those_who_do_not_import_it(folder: Path):
     """As lm-eval's own backend loads it: a process that has not heard of this project."""
     code = (
@@ -363,19 +320,6 @@ def test_the_folder_of_another_model_is_not_replaced(folder: Path, tmp_path: Pat
     assert export("nano", str(shutil.copytree(folder, tmp_path / "earlier")), "bfloat16").is_dir()
 
 
-def test_pushing_sends_the_model_with_what_it_names_as_its_code(theirs: Any, monkeypatch: pytest.MonkeyPatch):
-    """As far as that goes without a network; a tokenizer is pushed by itself, as everywhere in transformers."""
-    sent: dict[str, Any] = {}
-    hub = SimpleNamespace(
-        create_repo=lambda repo_id, **_: SimpleNamespace(repo_id=repo_id),
-        create_commit=lambda **given: sent.update(given),
-    )
-    monkeypatch.setattr("transformers.utils.hub.hf_api", lambda *_, **__: hub)
-    theirs.push_to_hub("somebody/gsm-nano")
-    names = {operation.path_in_repo for operation in sent["operations"]}
-    assert names == {"config.json", "model.safetensors", "generation_config.json", "modeling_gsm.py", "README.md"}
-
-
 def test_lm_evals_own_backend_scores_as_ours(folder: Path):
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance
@@ -398,10 +342,3 @@ def test_a_fresh_model_is_drawn_as_ours(ours: Any):
     mine = gsm.build_model(seed=3)
     for (name, a), b in zip(mine.state_dict().items(), theirs.model.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
-
-
-def test_importing_gsm_imports_nothing_of_this():
-    """Lightning's metrics look for transformers themselves, but load no model of it."""
-    code = "import sys, gsm.training.run; print({'gsm.hf', 'transformers.modeling_utils'} & sys.modules.keys())"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.strip() == "set()"

@@ -111,16 +111,6 @@ def test_recomputing_activations_changes_no_gradient_of_a_score():
         assert_same(again[name], grad, f"gradient of {name}", 1e-12)
 
 
-def test_scores_are_computed_in_training_and_not_in_evaluation(monkeypatch):
-    score, calls = indexer_training.score_slots, []
-    monkeypatch.setattr(indexer_training, "score_slots", lambda *arguments: calls.append(1) or score(*arguments))
-    model = build("gsm-writer=additive", indexer_training=ScoreBias())
-    model(random_tokens(1, 20))
-    assert not calls
-    model.train()(random_tokens(1, 20))
-    assert calls
-
-
 @pytest.mark.parametrize(
     ("case", "name", "learns"),
     [

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import nbformat
 import pytest
 import torch
-from small import GEOMETRY, RATIO, W, build, random_tokens
+from small import RATIO, W, build, random_tokens
 
 import gsm
 from gsm.analysis.attention import attention_map
 from gsm.notebook import (
-    describe,
-    explore,
     finished_runs,
     load,
     measured,
-    measurements,
-    ruler_picture,
     save,
     show_state,
     trained,
@@ -95,23 +90,6 @@ def test_a_figure_is_saved_for_print(tmp_path: Path):
     assert int.from_bytes(png[16:20]) == round(7.3 * 300)
 
 
-def test_measurements_are_those_of_requests_and_the_most_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The one that was shown was that whose file was written last, which in a clone is any of them."""
-    request, other = {"decode": {}}, {"flops": 1}
-    contents = {"plan": {"rows": [other]}, "one": {"rows": {"a": request, "b": other}}, "two": {"rows": {}}, "none": {}}
-    contents["three"] = {"rows": {"a": request, "b": request}}
-    folder = tmp_path / "benchmarks/results"
-    folder.mkdir(parents=True)
-    for name, content in contents.items():
-        (folder / f"{name}.json").write_text(json.dumps(content))
-    (tmp_path / "logs/benchmarks").mkdir(parents=True)
-    rows = {"rows": dict.fromkeys("abc", request)}
-    (tmp_path / "logs/benchmarks/own.json").write_text(json.dumps(rows))
-    monkeypatch.setattr("gsm.notebook.paths.ROOT", tmp_path)
-    monkeypatch.setattr("gsm.notebook.paths.runs_home", lambda: tmp_path)
-    assert [file.stem for file in measurements()] == ["own", "three", "one"], "also what this machine has measured"
-
-
 def test_the_picture_of_measurements_is_the_one_beside_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("IPython")
     for name in ("one.png", "one-other.png"):
@@ -119,11 +97,6 @@ def test_the_picture_of_measurements_is_the_one_beside_the_file(tmp_path: Path, 
     assert measured(tmp_path / "one.json").data == b"one.png"
     assert measured(tmp_path / "two.json") is None
     assert f"benchmark=inference results={tmp_path}/two.json" in capsys.readouterr().out
-
-
-def test_without_answers_of_ruler_the_command_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert ruler_picture(tmp_path) is None
-    assert "python train.py experiment=ablate_cot" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("writer", ["additive", "multi_slot"])
@@ -167,25 +140,3 @@ def test_the_map_of_a_layer_with_a_bank_shows_the_window_and_the_tokens_that_wer
         assert set((map_RT[row] > 0).nonzero().flatten().tolist()) == selected | set(window)
     sink_R = seen[f"{name}/weights"][0, :, :, -1].mean(1)
     assert torch.allclose(map_RT.sum(1) + sink_R, torch.ones_like(sink_R))
-
-
-def test_the_description_names_every_tap_with_its_shape():
-    model = build("gsm-retriever=shared_topk")
-    with gsm.record("state/*") as seen:
-        model(random_tokens(1, 5))
-    lines = [line.split(maxsplit=1) for line in describe(seen).splitlines()]
-    assert [line[0] for line in lines] == ["state/e", "state/z", "state/entries"]
-    assert lines[0][1].split("  ")[0] == f"[1, 5, {GEOMETRY.dim}]"
-
-
-def test_a_slider_draws_the_first_picture_at_once_and_then_the_one_that_is_chosen():
-    pytest.importorskip("ipywidgets")
-    drawn = []
-    box = explore(lambda number: drawn.append(number), [3, 5])
-    box.children[0].value = 5
-    assert drawn == [3, 5]
-
-
-def test_without_widgets_there_is_the_first_picture(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    assert explore(lambda number: f"picture {number}", [3, 5]) == "picture 3"

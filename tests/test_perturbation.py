@@ -83,18 +83,6 @@ def test_an_id_that_comes_back_is_another_document(case):
     assert_same(model(tokens, documents=again).logits, model(tokens, documents=apart).logits, f"{case}: runs of ids")
 
 
-@pytest.mark.parametrize("case", ["gsm-retriever=separate_indexer", "baseline-pool", *comparators()])
-@torch.no_grad()
-def test_padding_on_the_left_changes_nothing(case):
-    model, tokens = build(case, geometry=SHALLOW), random_tokens(1, 21)
-    for padding in (1, 2, 7):
-        padded = torch.cat([random_tokens(1, padding, seed=9), tokens], dim=1)
-        ids = torch.cat([torch.full((1, padding), -1), torch.zeros(1, 21, dtype=torch.long)], dim=1)
-        assert_same(
-            model(padded, documents=ids).logits[:, padding:], model(tokens).logits, f"{case}: {padding} padding tokens"
-        )
-
-
 @pytest.mark.parametrize("case", cases())
 @torch.no_grad()
 def test_shifting_all_positions_changes_nothing(case, monkeypatch):

@@ -20,10 +20,10 @@ from gsm.analysis import figures
 from gsm.analysis.attention import decoder_attention, selected_weights
 from gsm.analysis.views import shares, views
 from gsm.config.compose import compose
-from gsm.observe import record, tap
+from gsm.observe import record
 from gsm.paths import variants
 from gsm.training.callbacks import pictures
-from gsm.training.callbacks.pictures import TAPS, Pictures, histograms
+from gsm.training.callbacks.pictures import TAPS, Pictures
 
 STEPS = ["trainer.max_steps=2", "trainer.log_every_n_steps=1", "trainer.val_check_interval=1", "model/residual=plain"]
 
@@ -178,26 +178,6 @@ def test_what_the_state_is_made_of_sums_to_one_without_padding():
     assert shares(build("gsm-stages=none"), seen) == {}
 
 
-def test_a_writers_gate_has_a_histogram():
-    model = build("gsm-stages=none")
-    with gsm.record(*TAPS) as seen:
-        model(random_tokens(1, 8))
-        tap("state/gate", torch.full((1, 8, 16), 0.25))
-    assert [(name, value.unique().tolist()) for name, value in histograms(model, seen)] == [("state_gate", [0.25])]
-
-
-def test_every_picture_names_its_axes_and_its_scale():
-    model = build("gsm-retriever=separate_indexer")
-    with gsm.record(*TAPS) as seen:
-        model(random_tokens(1, 30), rows=12)
-    for name, pictured in views(model, seen):
-        panels = [axes for axes in pictured.axes if axes.get_label() != "<colorbar>"]
-        assert all(axes.get_title() for axes in panels), name
-        assert panels[0].get_ylabel() and (panels[-1].get_xlabel() or pictured.get_supxlabel()), name
-        bars = [axes.get_ylabel() for axes in pictured.axes if axes not in panels]
-        assert bars == ([] if name == "state_is_made_of" else ["attention weight, mean over heads"]), name
-
-
 def test_weights_have_one_scale_in_all_pictures_and_none_is_grey():
     _, (left, right) = plots.figure(2)
     for axes, most in ((left, 0.01), (right, 1.0)):
@@ -228,12 +208,6 @@ def test_without_matplotlib_a_run_says_so_once_and_logs_the_numbers(
     trained(config, tmp_path)
     assert capsys.readouterr().err.count("there will be no pictures: pictures need matplotlib: pip install") == 1
     assert "val/state/share/stage2" in (tmp_path / "metrics.csv").read_text()
-
-
-@pytest.mark.parametrize("field", ["every", "sequences", "rows"])
-def test_a_number_below_one_is_named(field: str):
-    with pytest.raises(ValueError, match=f"{field}=0 is not allowed because it is below 1"):
-        Pictures(**{field: 0})
 
 
 def test_of_a_state_far_larger_than_a_sequence_what_exists_is_drawn():

@@ -50,16 +50,6 @@ def test_a_prompt_may_be_given_in_any_form():
         assert torch.equal(model.generate(prompt, 3), want), f"given as {prompt}"
 
 
-def test_generation_of_a_known_length_takes_a_static_memory_of_just_that_size(monkeypatch):
-    model, capacities = build("gsm-writer=additive"), []
-    right = model.start
-    monkeypatch.setattr(model, "start", lambda *arguments: capacities.append(arguments[1]) or right(*arguments))
-    model.generate(PROMPTS, 2)
-    model.generate(PROMPTS, 2, capacity=None)
-    next(model.stream(PROMPTS, 2))
-    assert capacities == [max(LENGTHS) + 1, None, None]
-
-
 def test_generation_leaves_every_part_in_the_mode_it_found():
     model = build("gsm-writer=additive").train()
     model.encoder.eval()

@@ -13,7 +13,6 @@ import gsm
 from gsm.costs.model import cost
 from gsm.layers.search import Selection
 from gsm.models.schedule import local_reach
-from gsm.slots.retriever import random_topk
 from gsm.slots.retriever.base import Retriever
 from gsm.slots.retriever.random_topk import LAST, draw, mixed
 
@@ -73,20 +72,6 @@ def test_a_document_draws_the_same_wherever_it_stands():
     alone = drawn(model, tokens[:, 11:])
     packed = drawn(model, tokens, documents=(torch.arange(41) >= 11).long()[None])[:, 11:]
     assert torch.equal(packed, torch.where(alone < 0, -1, alone + 11 // RATIO)) and (alone >= 0).any()
-
-
-def test_rows_are_drawn_in_chunks_that_fit_the_scratch_memory(monkeypatch):
-    model, tokens, sizes = build("gsm-retriever=random_topk"), random_tokens(2, 50), []
-    whole = drawn(model, tokens)
-
-    def watched(row_BR, count_BR, slots, top_k):
-        sizes.append(row_BR.numel() * slots)
-        return draw(row_BR, count_BR, slots, top_k)
-
-    monkeypatch.setattr(random_topk, "scratch_elements", lambda device: 300)
-    monkeypatch.setattr(random_topk, "draw", watched)
-    assert torch.equal(drawn(model, tokens), whole)
-    assert max(sizes) <= 300 < 2 * 50 * 25
 
 
 def test_dense_reads_every_visible_entry():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small import GEOMETRY, build, random_tokens
+from small import build, random_tokens
 
 import gsm
 from gsm.slots.stage_query import Accumulated, Current, Sum
@@ -40,12 +40,3 @@ def test_a_later_stage_knows_what_was_retrieved_unless_it_asks_with_its_layer_al
         weights.append(seen["stage/2/weights"])
         next(iter(model.aggregation)).output.up.weight.normal_()
     assert torch.equal(*weights) != knows
-
-
-def test_half_the_width_takes_half_the_weights():
-    shapes = {}
-    for name in ("accumulated", "current", "sum"):
-        *_, last = build(f"gsm-stage_query={name}").aggregation
-        shapes[name] = tuple(last.query.down.weight.shape)
-    rank, dim = GEOMETRY.query_rank, GEOMETRY.dim
-    assert shapes == {"accumulated": (rank, 2 * dim), "current": (rank, dim), "sum": (rank, dim)}

@@ -151,23 +151,3 @@ def test_under_autocast_a_step_sees_new_weights():
         model.prefill(token_BT[:, :5], memory)
         want = model(token_BT[:, 5:], memory=memory, rows=1).logits[:, -1]
     assert torch.equal(after, want) and not torch.equal(after, before)
-
-
-@torch.no_grad()
-def test_a_step_that_repeats_sees_new_weights():
-    model, token_B = build("gsm", geometry=SHALLOW).float(), torch.tensor([3])
-    engine = Engine(model, capacity=8)
-    before = engine.decode(token_B).clone()
-    engine.reset()
-    for parameter in model.parameters():
-        parameter.mul_(1.5)
-    after = engine.decode(token_B).clone()
-    assert not torch.allclose(before, after)
-    torch.testing.assert_close(after, model(token_B[:, None]).logits[:, -1])
-
-
-def test_a_tape_is_what_an_engine_records_with_on_a_cpu():
-    model = build("gsm", geometry=SHALLOW)
-    assert isinstance(Engine(model, capacity=8)._recorder, Tapes)
-    assert Engine(model, capacity=8, graphs=False)._recorder is None
-    assert Engine(model.to("meta"), capacity=8)._recorder is None

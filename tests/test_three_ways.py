@@ -3,7 +3,6 @@ and variant, with a memory that grows (capacity None) and with a static one."""
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +14,10 @@ from small import (
     LENGTHS,
     MEMORIES,
     SHALLOW,
-    K,
     M,
-    W,
     assert_same,
     build,
     cases,
-    mostly_nightly,
     mostly_slow,
     random_tokens,
 )
@@ -30,8 +26,6 @@ from torch import Tensor
 from gsm.cache.memory import Memory, map_nodes
 from gsm.layers.block import Block
 from gsm.models.base import LanguageModel
-
-FAR = 6 * W  # tokens: more than all windows and the state of a shallow model carry
 
 
 @pytest.mark.parametrize("case", mostly_slow(cases(), *MEMORIES))
@@ -45,38 +39,6 @@ def test_pruned_prefill_equals_the_full_forward_for_any_rows(case):
             if rows <= length:
                 pruned = model(tokens[:, :length], rows=rows).logits
                 assert_same(pruned, full[:, length - rows : length], f"{case}, {length} tokens, {rows} rows")
-
-
-@pytest.mark.parametrize("case", mostly_slow(cases(), *MEMORIES))
-@torch.no_grad()
-def test_any_split_into_chunks_equals_the_full_forward(case):
-    model, draw = build(case, geometry=SHALLOW), random.Random(0)
-    for length, *capacities in ((M + 1, M + 1), (2 * M + 1, None), (41, None, 41 + 7)):
-        tokens = random_tokens(2, length)
-        full = model(tokens).logits
-        for capacity in capacities:
-            memory, done = model.start(batch=2, capacity=capacity), 0
-            while done < length:
-                chunk = min(draw.choice((1, 1, 2, 3, W, W + 1, K, M, 2 * M)), length - done)
-                rows = draw.choice((1, chunk, min(2, chunk), min(M + 3, chunk)))
-                out = model(tokens[:, done : done + chunk], memory=memory, rows=rows)
-                memory, done = out.memory, done + chunk
-                what = f"{case}, capacity {capacity}, {chunk} tokens up to {done}"
-                assert_same(out.logits, full[:, done - rows : done], what)
-
-
-# The test above has such chunks for every model.
-@pytest.mark.parametrize("case", mostly_nightly(cases(), "gsm", "baseline-pool", "hybrid"))
-@torch.no_grad()
-def test_decoding_token_by_token_equals_the_full_forward(case):
-    """From the first token on, past the window and the state; and from a prompt to farther than all windows carry."""
-    model, tokens = build(case, geometry=SHALLOW), random_tokens(1, FAR)
-    full = model(tokens).logits
-    for prompt, length, capacity in ((1, 2 * M + 1, None), (M + 3, FAR, FAR)):
-        out = model(tokens[:, :prompt], memory=model.start(capacity=capacity), rows=1)
-        for t in range(prompt, length):
-            assert_same(out.logits[:, 0], full[:, t - 1], f"{case}, prompt {prompt}, position {t - 1}")
-            out = model(tokens[:, t : t + 1], memory=out.memory, rows=1)
 
 
 @torch.no_grad()

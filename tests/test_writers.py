@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,13 +25,6 @@ from gsm.slots.writer.base import StateWriter
 from gsm.span import Span
 
 WRITERS = variants("model/writer")
-MINE = """
-from gsm.slots.writer.base import StateWriter
-
-class Halved(StateWriter):
-    def fuse(self, encoded_BTD, increments):
-        return encoded_BTD + sum(increments) / 2
-"""
 
 
 def with_writer(writer, **options) -> GSM:
@@ -144,16 +136,6 @@ def test_a_row_sees_all_slots_of_as_many_positions_as_fit():
     assert (weights[:, :-1] > 0).sum(dim=-1).tolist() == [min(slots * (p + 1), size) for p in range(7)]
 
 
-@pytest.mark.parametrize("name", WRITERS)
-@torch.no_grad()
-def test_the_state_of_every_writer_has_the_same_size_at_any_length(name: str):
-    model = build(f"gsm-writer={name}")
-    assert isinstance(model, GSM)
-    memories = [model.prefill(random_tokens(1, length), model.start(), chunk=40).memory for length in (20, 80)]
-    short, long = [memory.breakdown()["shared_state"] for memory in memories]
-    assert short == long >= model.state_size * GEOMETRY.entry_dim * 8
-
-
 def test_a_state_that_the_slots_do_not_divide_is_refused():
     with pytest.raises(ValueError, match="model.writer.slots=2 is not allowed because it must divide state_size=7"):
         GSM(GEOMETRY, writer=variant("writer", "multi_slot"))
@@ -199,17 +181,6 @@ def test_a_writer_is_fuse_alone_and_its_cost_is_known():
     plain = cost(additive()).forward_flops(9)
     more = {"state/writer": 2 * 9 * GEOMETRY.dim**2}
     assert cost(model).forward_flops(9) - plain == more
-
-
-def test_a_writer_can_live_in_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "writers_of_mine.py").write_text(MINE)
-    (tmp_path / "model/writer").mkdir(parents=True)
-    yaml = "_target_: writers_of_mine.Halved\n_partial_: true\n"
-    (tmp_path / "model/writer/halved.yaml").write_text(yaml)
-    monkeypatch.syspath_prepend(tmp_path)
-    model = gsm.build_model("gsm", size="pico", overrides=["model/writer=halved"], directories=[tmp_path])
-    assert isinstance(model, GSM) and type(model.writer).__name__ == "Halved"
-    assert model.generate([1, 2, 3], 4).shape == (1, 4)
 
 
 WEIGHTED = re.search(r"```python\n(class Weighted.*?)```", (ROOT / "docs/writers.md").read_text(), re.DOTALL)
