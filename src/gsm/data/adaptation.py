@@ -26,8 +26,7 @@ from gsm.data.corpus import standard_library
 from gsm.data.ingredients import Ingredients
 from gsm.data.module import chosen_tokenizer
 from gsm.data.packing import validation_indices
-from gsm.data.ruler import Questions
-from gsm.data.ruler_tasks import TASKS, Needles, Sample
+from gsm.data.ruler import TASKS, Needles, Questions, Sample
 from gsm.data.synthetic import UNSEEN, MadeData
 from gsm.data.tokenizer import Tokenizer
 from gsm.data.tokens import find_or_train
@@ -115,12 +114,12 @@ class RulerData(MadeData):
         batch_size: B on each device.
         tokenizer: as in `TextData`; "bpe" is the one that it trains on the standard library.
         end_of_text: as in `TextData`.
-        tasks: names of `gsm.data.ruler_tasks.TASKS`.
+        tasks: names of `gsm.data.ruler.TASKS`.
         lengths: T, one after another; None: a sixteenth, an eighth, a quarter and a half of `context`, which stays
             reserved for evaluation.
         answers: "direct", "cot" for a short chain of thought, or "both" by turns.
         examples: number of different examples.
-        template, haystack, keys, words, text_field, digits, new_tokens, increment: see `Ingredients.choose`.
+        template, haystack, keys, words, text_field, new_tokens: see `Ingredients.choose`.
         seed: of the training examples.
         validation_sequences: number of examples of validation.
         held_out: "validation", or "tuning" for other examples than the reported ones.
@@ -148,9 +147,7 @@ class RulerData(MadeData):
         keys: str = "builtin",
         words: int | None = None,
         text_field: str = "text",
-        digits: int | None = None,
         new_tokens: int | None = None,
-        increment: int | None = None,
         seed: int = 0,
         validation_sequences: int = 64,
         held_out: str = "validation",
@@ -164,8 +161,7 @@ class RulerData(MadeData):
         self.held_out = check_held_out(held_out)
         self._check()
         self._chosen = chosen_tokenizer(tokenizer, end_of_text, vocabulary)
-        numbers = {"digits": digits, "new_tokens": new_tokens, "increment": increment}
-        self.ingredients = Ingredients.choose(template, haystack, keys, words, text_field, **numbers)
+        self.ingredients = Ingredients.choose(template, haystack, keys, words, text_field, new_tokens)
 
     def prepare_data(self) -> None:
         """Train the tokenizer, unless the cache has it. Raise ValueError for a length that is too short for a task."""

@@ -24,20 +24,351 @@ not depend on the number of samples; keys of a sample differ, and so do their nu
 search for the size of the haystack has no upper estimate, and goes down to a single unit where the benchmark's step
 is too coarse; `vt`'s example has twelve lines of noise; `cwe`'s words are those of the keys, then those of the
 haystack. `Ingredients.facts` has the other choices.
+
+A kind of task draws a context of a number of units (lines, words), a question about it, and the answer.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 import random
-from dataclasses import replace
+import string
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import ClassVar
 
-from gsm.data.ingredients import Ingredients
-from gsm.data.ruler_tasks import TASKS, Draw, Sample
+import numpy as np
+
+from gsm.data.ingredients import Ingredients, Wording
 from gsm.data.tokenizer import Tokenizer
 
 SEED = 42
 TRIES = 1000  # draws of a sample, of which none fits
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+DEPTHS = np.round(np.linspace(0, 100, 40)).astype(int).tolist()  # percent of the sentences that stand before a needle
+MANY = 10**12  # pairs of key and number: training and evaluation hardly ever draw the same pair of this number
+LONG = 4096  # tokens: from this length on the benchmark takes larger steps and more repetitions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A question with its answer.
+
+    Attributes:
+        index: its number.
+        input: the prompt without its prefix.
+        outputs: strings that a right answer contains.
+        length: tokens of the prompt and tokens kept free for the answer.
+        answer_prefix: the end of the prompt.
+        answer: the right answer as training teaches it.
+        key: the key of the question; empty for a task without keys.
+        needles: the sentences with the answer, one for each of `outputs`; empty for a task without needles.
+    """
+
+    index: int = 0
+    input: str
+    outputs: tuple[str, ...]
+    length: int = 0
+    answer_prefix: str = ""
+    answer: str = ""
+    key: str = ""
+    needles: tuple[str, ...] = ()
+
+    @property
+    def prompt(self) -> str:
+        """The whole prompt of a model."""
+        return self.input + self.answer_prefix
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The circumstances in which a sample is drawn.
+
+    Attributes:
+        made: the ingredients.
+        part: "evaluation" or "training".
+        random: the source of everything that differs between samples.
+        length: most tokens of the sample.
+        seed: of the parts that all samples of a seed share, as in the benchmark: the order of needles, and in
+            evaluation the order of words.
+    """
+
+    made: Ingredients
+    part: str
+    random: random.Random
+    length: int
+    seed: int
+
+    def order(self) -> int:
+        """Return the seed of the order of words. In training each sample has its own, or places could be learned."""
+        return self.random.getrandbits(32) if self.part == "training" else self.seed
+
+
+class Task:
+    """A kind of task, with its numbers.
+
+    Attributes:
+        least: units that a context needs.
+        words: the field of `Template` with the words of the question.
+    """
+
+    least: ClassVar[int] = 1
+    words: ClassVar[str]
+
+    def draw(self, draw: Draw, units: int) -> Sample:
+        """Return one question about a context of `units`."""
+        raise NotImplementedError
+
+    def increment(self, length: int) -> int:
+        """Return the units by which the benchmark shrinks a context that is too long for samples of `length`."""
+        return 10
+
+    def wording(self, made: Ingredients) -> Wording:
+        """Return the words of the question."""
+        return getattr(made.template, self.words)
+
+    def most(self, made: Ingredients, length: int, count: Callable[[str], int]) -> int:
+        """Return an upper bound of the units of a sample of `length` tokens; `count` counts the tokens of a text."""
+        return length
+
+
+@dataclass(frozen=True)
+class Needles(Task):
+    """Needles in a haystack: sentences that give values to keys.
+
+    Attributes:
+        haystack: "lines" of `NOISE`, running "text", or other "needles".
+        keys: number of keys in the haystack.
+        values: values of each key.
+        asked: number of keys in the question.
+        key_type, value_type: "words" or "uuids", "numbers" or "uuids".
+    """
+
+    haystack: str
+    keys: int = 1
+    values: int = 1
+    asked: int = 1
+    key_type: str = "words"
+    value_type: str = "numbers"
+
+    def draw(self, draw: Draw, units: int) -> Sample:
+        """See `Task.draw`. As in the benchmark, the words for one value are other words than those for several."""
+        values_of = self._needles(draw)
+        needles = [self._needle(draw.made, key, value) for key, values in values_of.items() for value in values]
+        random.Random(draw.seed).shuffle(needles)
+        if self.haystack == "text":
+            context = _between_sentences(draw, units, needles)
+        else:
+            lines = [NOISE] * units
+            if self.haystack == "needles":
+                lines = [self._needle(draw.made, *self._other(draw, values_of)) for _ in range(units)]
+            context = _between_lines(draw, lines, needles)
+        keys = [list(values_of)[index] for index in draw.random.sample(range(self.keys), self.asked)]
+        pairs = [(key, value) for key in keys for value in values_of[key]]
+        # Several values of a key have no order of their own: they are taught as they stand in the text.
+        place = lambda pair: context.index(self._needle(draw.made, *pair))  # noqa: E731
+        taught = sorted(pairs, key=place) if self.values > 1 else pairs
+        listed = f"{', '.join(keys[:-1])}, and {keys[-1]}" if len(keys) > 1 else keys[0]
+        words = {"type": self.value_type[:-1], "types": self.value_type, "key": listed}
+        wording = self.wording(draw.made)
+        return Sample(
+            input=wording.question.format(context=context, **words),
+            outputs=tuple(value for _, value in pairs),
+            answer_prefix=wording.prefix.format(**words),
+            answer=", ".join(value for _, value in taught),
+            key=listed,
+            needles=tuple(self._needle(draw.made, *pair) for pair in pairs),
+        )
+
+    def increment(self, length: int) -> int:
+        """Return 500 words of text; 25 lines, or 5 below 4K tokens."""
+        return 500 if self.haystack == "text" else 25 if length >= LONG else 5
+
+    def wording(self, made: Ingredients) -> Wording:
+        """Return the words for one value, or those for several."""
+        return made.template.one if self.asked * self.values == 1 else made.template.many
+
+    def most(self, made: Ingredients, length: int, count: Callable[[str], int]) -> int:
+        """Return the bound by the tokens of the shortest line. A word has at least one."""
+        shortest = {"lines": NOISE, "text": "", "needles": self._needle(made, "", "")}[self.haystack]
+        return length // max(count(shortest), 1)
+
+    def divided(self, made: Ingredients) -> bool:
+        """Return whether pairs are so few that training and evaluation draw from disjoint halves."""
+        words = self.key_type == "words" and self.value_type == "numbers"
+        return words and len(made.keys) * 9 * 10 ** (made.template.digits - 1) < MANY
+
+    def _needles(self, draw: Draw) -> dict[str, list[str]]:
+        """Draw keys with their values, uniformly, all different."""
+        values_of: dict[str, list[str]] = {}
+        taken: set[str] = set()
+        while len(taken) < self.keys * self.values:
+            unfinished = next((key for key, values in values_of.items() if len(values) < self.values), None)
+            key, value = self._pair(draw, unfinished)
+            if value not in taken and (unfinished or key not in values_of) and self._allowed(draw, key, value):
+                values_of.setdefault(key, []).append(value)
+                taken.add(value)
+        return values_of
+
+    def _other(self, draw: Draw, values_of: Mapping[str, Sequence[str]]) -> tuple[str, str]:
+        """Draw a pair for the haystack: of another key, with another value."""
+        taken = {value for values in values_of.values() for value in values}
+        while True:
+            key, value = self._pair(draw)
+            if key not in values_of and value not in taken and self._allowed(draw, key, value):
+                return key, value
+
+    def _pair(self, draw: Draw, key: str | None = None) -> tuple[str, str]:
+        if key is None:
+            key = draw.random.choice(draw.made.keys) if self.key_type == "words" else _uuid(draw)
+        digits = draw.made.template.digits
+        number = self.value_type == "numbers"
+        return key, str(draw.random.randint(10 ** (digits - 1), 10**digits - 1)) if number else _uuid(draw)
+
+    def _allowed(self, draw: Draw, key: str, value: str) -> bool:
+        """Return whether a pair belongs to this part's half."""
+        if not self.divided(draw.made):
+            return True
+        return hashlib.sha256(f"{key}: {value}".encode()).digest()[0] % 2 == (draw.part == "training")
+
+    def _needle(self, made: Ingredients, key: str, value: str) -> str:
+        return made.template.needle.format(type=self.value_type[:-1], types=self.value_type, key=key, value=value)
+
+
+@dataclass(frozen=True)
+class Variables(Task):
+    """A variable is given a number, and each of the others the one before: which have that number?
+
+    Before the question stands an example with its answer and twelve lines of noise (the benchmark: up to 500 tokens).
+
+    Attributes:
+        hops: variables after the first.
+    """
+
+    hops: int = 4
+    least: ClassVar[int] = 5
+    words: ClassVar[str] = "variables"
+
+    def draw(self, draw: Draw, units: int) -> Sample:
+        """See `Task.draw`. A unit is a line."""
+        letters, letters_of_example, _ = draw.made.template.letters
+        example = ""
+        if draw.made.template.examples:
+            shown = self._ask(draw, 12, letters_of_example)
+            example = f"{shown.prompt} {shown.answer}\n\n"
+        return _after(example, self._ask(draw, units, letters))
+
+    def increment(self, length: int) -> int:
+        """Return 10 lines, or 5 below 4K tokens."""
+        return 10 if length >= LONG else 5
+
+    def most(self, made: Ingredients, length: int, count: Callable[[str], int]) -> int:
+        """Return the bound by the tokens of a line."""
+        return length // count(NOISE)
+
+    def _ask(self, draw: Draw, units: int, letters: int) -> Sample:
+        names: dict[str, None] = {}
+        while len(names) <= self.hops:
+            names["".join(draw.random.choices(string.ascii_uppercase, k=letters))] = None
+        chain, value = list(names), str(draw.random.randrange(10_000, 99_999))
+        assignments = [
+            f"VAR {chain[0]} = {value}",
+            *(f"VAR {b} = VAR {a} " for a, b in zip(chain, chain[1:], strict=False)),
+        ]
+        lines = [NOISE] * units
+        for offset, place in enumerate(sorted(draw.random.sample(range(units), len(assignments)))):
+            lines.insert(place + offset, assignments[offset])
+        words, wording = {"value": value, "count": len(chain)}, self.wording(draw.made)
+        context = "\n".join(lines).replace(". \n", ".\n")
+        return Sample(
+            input=wording.question.format(context=context, **words),
+            outputs=tuple(chain),
+            answer_prefix=wording.prefix.format(**words),
+            answer=" ".join(chain),
+            key=value,
+        )
+
+
+@dataclass(frozen=True)
+class CommonWords(Task):
+    """A numbered list in which some words come more often than all others: which?"""
+
+    least: ClassVar[int] = 11
+    words: ClassVar[str] = "common"
+
+    def draw(self, draw: Draw, units: int) -> Sample:
+        """See `Task.draw`. A unit is a different word. From 4K tokens on, common words are ten times as frequent."""
+        long, order, example = draw.length >= LONG, draw.order(), ""
+        if draw.made.template.examples:
+            shown = self._ask(draw, *((40, 10, 3) if long else (20, 3, 1)), order)
+            example = f"{shown.prompt} {shown.answer}\n"
+        return _after(example, self._ask(draw, units, *((30, 3) if long else (6, 1)), order))
+
+    def most(self, made: Ingredients, length: int, count: Callable[[str], int]) -> int:
+        """Return the number of different words: a list of all may be shorter than the length."""
+        return min(length, len(made.words))
+
+    def _ask(self, draw: Draw, units: int, often: int, seldom: int, order: int) -> Sample:
+        count = draw.made.template.words
+        different = draw.random.sample(draw.made.words, units)
+        common, rare = different[:count], different[count:]
+        words = common * often + rare * seldom
+        random.Random(order).shuffle(words)
+        wording = self.wording(draw.made)
+        return Sample(
+            input=wording.question.format(context=_numbered(words), count=count),
+            outputs=tuple(common),
+            answer_prefix=wording.prefix.format(count=count),
+            answer=_numbered(common),
+        )
+
+
+@dataclass(frozen=True)
+class FrequentWords(Task):
+    """Words of random letters. Word k is 1 / k^2 of all; the first is dots. Which are the next three?"""
+
+    least: ClassVar[int] = 53  # words: the fourth is then more frequent than the fifth
+    words: ClassVar[str] = "frequent"
+
+    def draw(self, draw: Draw, units: int) -> Sample:
+        """See `Task.draw`. A unit is a word of the text. A fiftieth of the tokens is the number of different words."""
+        letters, different, wording = draw.made.template.letters[2], set[str](), self.wording(draw.made)
+        while len(different) < max(8, (draw.length - wording.new_tokens) // 50):
+            different.add("".join(draw.random.choices(string.ascii_lowercase, k=letters)))
+        words, order = sorted(different), draw.order()
+        random.Random(order).shuffle(words)
+        words[0] = "..."
+        counts = [int(units / rank**2 / (math.pi**2 / 6)) for rank in range(1, len(words) + 1)]
+        text = [word for word, count in zip(words, counts, strict=True) for _ in range(count)]
+        random.Random(order).shuffle(text)
+        return Sample(
+            input=wording.question.format(context=" ".join(text)),
+            outputs=tuple(words[1:4]),
+            answer_prefix=wording.prefix,
+            answer=" ".join(words[1:4]),
+        )
+
+    def increment(self, length: int) -> int:
+        """Return a thirty-second of the tokens."""
+        return max(1, length // 32)
+
+
+TASKS: dict[str, Task] = {
+    "niah_single_1": Needles("lines"),
+    "niah_single_2": Needles("text"),
+    "niah_single_3": Needles("text", value_type="uuids"),
+    "niah_multikey_1": Needles("text", keys=4),
+    "niah_multikey_2": Needles("needles"),
+    "niah_multikey_3": Needles("needles", key_type="uuids", value_type="uuids"),
+    "niah_multivalue": Needles("text", values=4),
+    "niah_multiquery": Needles("text", keys=4, asked=4),
+    "vt": Variables(),
+    "cwe": CommonWords(),
+    "fwe": FrequentWords(),
+}
 
 
 class Questions:
@@ -92,7 +423,7 @@ class Questions:
         """
         draw, least = self._draw(length, seed, "size"), self.task.least
         most = self.task.most(self.ingredients, length, self._count)
-        for increment in (self.ingredients.increment or self.task.increment(length), 1):
+        for increment in (self.ingredients.template.increment or self.task.increment(length), 1):
             low = first = max(increment, least)
             high = max(most, first)
             while low <= high:
@@ -122,3 +453,31 @@ class Questions:
 
     def _count(self, text: str) -> int:
         return len(self.tokenizer.encode(text))
+
+
+def _after(example: str, question: Sample) -> Sample:
+    return replace(question, input=example + question.input)
+
+
+def _between_lines(draw: Draw, lines: Sequence[str], needles: Sequence[str]) -> str:
+    context = list(lines)
+    places = sorted(draw.random.sample(range(len(lines)), len(needles)), reverse=True)
+    for place, needle in zip(places, needles, strict=True):
+        context.insert(place, needle)
+    return "\n".join(context)
+
+
+def _between_sentences(draw: Draw, units: int, needles: Sequence[str]) -> str:
+    sentences = list(draw.made.haystack.sentences(units))
+    places = sorted(int(len(sentences) * depth / 100) for depth in draw.random.sample(DEPTHS, len(needles)))
+    for place, needle in reversed(list(zip(places, needles, strict=True))):
+        sentences.insert(place, needle)
+    return " ".join(sentences)
+
+
+def _numbered(words: Sequence[str]) -> str:
+    return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
+
+
+def _uuid(draw: Draw) -> str:
+    return str(uuid.UUID(int=draw.random.getrandbits(128), version=4))

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gsm.config import command_line
-from gsm.errors import ConfigError
 from gsm.evaluation.downstream import Tasks
 from gsm.evaluation.held_out import HeldOut
 from gsm.evaluation.lengths import Lengths
@@ -34,11 +33,6 @@ def choose(words: Sequence[str]) -> tuple[type[Measure], list[str]]:
     of_ruler = [word.removeprefix("ruler.") for word in words if word.startswith("ruler.")]
     rest = [word for word in words if not word.startswith("ruler.")]
     if of_ruler or "ruler=true" in words:
-        if tables := {"tasks=ablation", "tasks=paper"} & set(words):
-            raise ConfigError(
-                f"ruler=true is not allowed beside {tables.pop()} because each is a measure of its own. Use ruler=true "
-                "first: the table takes its results."
-            )
         return Ruler, [*(word for word in rest if word != "ruler=true"), *of_ruler]
     if any(word.startswith("tasks=") for word in words):
         return Tasks, list(words)

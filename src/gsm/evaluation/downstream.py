@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from gsm import paths
 from gsm.config.check import ConfigError
 from gsm.config.load import refusals
-from gsm.evaluation import ruler, tasks
+from gsm.evaluation import tasks
 from gsm.evaluation.checkpoints import Trained, home
 from gsm.evaluation.measure import Measure, own_json, publish
 from gsm.evaluation.paper import Published, published
@@ -32,8 +32,7 @@ from gsm.training.callbacks.summary import versions
 LONGEST = 4096  # tokens of context in the paper's evaluation
 ROWS = 32
 HUB = "hub"  # in the settings of results, where documents are not local files
-# The result of one checkpoint: `experiment`, `arm`, `seed`, `mixture`, `tasks`, each with `scores` and `samples`; and
-# `ruler`, RULER's result or None.
+# The result of one checkpoint: `experiment`, `arm`, `seed`, `mixture`, and `tasks`, each with `scores` and `samples`.
 Result = Mapping[str, Any]
 
 
@@ -43,8 +42,7 @@ class Tasks(Measure):
 
     lm-evaluation-harness (extra eval) makes the questions. Every task leaves a file with the scores of all samples in
     tasks/ below the folder of its run; the same command goes on where it was interrupted. With several runs: mean and
-    spread over the seeds of every arm, and the differences of the arms from the first on the same questions. RULER is a
-    part of tasks=ablation: the ruler.json of a run (ruler=true writes it), if that is of the same checkpoint. output=
+    spread over the seeds of every arm, and the differences of the arms from the first on the same questions. output=
     names the folder of the table: tasks.md, tasks.json.
 
     Args:
@@ -133,7 +131,6 @@ class Tasks(Measure):
 
     def conclude(self, results: Sequence[Result], place: Path) -> None:
         """Print and write the paper's table with its average, and the differences of the arms."""
-        results = [{**result, "ruler": ruler.known(Path(result["checkpoint"]))} for result in results]
         table, arms = self.table, by_arm(results)
         grids = [grid(self.chosen, arms, table), *differences(arms, table)]
         runs = [  # without their samples, which have a file of their own
@@ -143,7 +140,7 @@ class Tasks(Measure):
                     name: {"settings": content["settings"], **content["scores"]}
                     for name, content in result["tasks"].items()
                 },
-                **{"ruler": ruler.numbers(result["ruler"]), "values": values(result, table)},
+                "values": values(result, table),
             }
             for result in results
         ]
@@ -167,12 +164,9 @@ class Tasks(Measure):
 
 
 def values(result: Result, table: Published | None) -> dict[str, float]:
-    """Return the score of every task and their unweighted mean (``average``), in percent; where both the table and the
-    result have RULER, also ``ruler_average`` and ``ruler_longest``."""
+    """Return the score of every task and their unweighted mean (``average``), in percent."""
     each = {task: 100 * scored["scores"][metric(task, result, table)] for task, scored in result["tasks"].items()}
-    further = ruler.numbers(result.get("ruler")) if table and table.ruler else {}
-    beside = {f"ruler_{name}": value for name, value in further.items()}
-    return {**each, "average": statistics.fmean(each.values()), **beside}
+    return {**each, "average": statistics.fmean(each.values())}
 
 
 def metric(task: str, result: Result, table: Published | None) -> str:
@@ -184,17 +178,10 @@ def metric(task: str, result: Result, table: Published | None) -> str:
 
 def grid(tasks: Sequence[Task], arms: Mapping[str, Mapping[Any, Result]], table: Published | None) -> Grid:
     """Return tasks by models: ours, mean and standard deviation over seeds, then the paper's."""
-    title = _mean_title(table)
-    if table is None:
-        rows = {task.name: task.title for task in tasks} | {"average": title}
-        return side_by_side("task (%)", arms, rows, lambda result, name: values(result, None)[name])
-    rows = {task.name: task.title + "+" * _depends(table, task.name) for task in tasks}
-    rows |= {"average": title, **{f"ruler_{name}": ruler.TITLES[name] for name in table.ruler}}
-    papers = {name: row["values"] for name, row in table.rows.items()} | {"average": table.average}
-    papers |= {f"ruler_{name}": numbers for name, numbers in table.ruler.items()}
-    return side_by_side(
-        "task (%)", arms, rows, lambda result, name: values(result, table).get(name), table.columns, papers
-    )
+    rows = {task.name: task.title + "+" * _depends(table, task.name) for task in tasks} | {"average": "Avg."}
+    papers = {name: row["values"] for name, row in table.rows.items()} | {"average": table.average} if table else {}
+    columns = table.columns if table else ()
+    return side_by_side("task (%)", arms, rows, lambda result, name: values(result, table)[name], columns, papers)
 
 
 def differences(arms: Mapping[str, Mapping[Any, Result]], table: Published | None) -> list[Grid]:
@@ -205,16 +192,9 @@ def differences(arms: Mapping[str, Mapping[Any, Result]], table: Published | Non
         return []
     tasks = list(next(iter(first.values()))["tasks"])
     rows = [[f"minus {arm}, with 95 % interval", *(name for name, _ in later)]]
-    for title, wanted in [*((task, [task]) for task in tasks), (_mean_title(table), tasks)]:
+    for title, wanted in [*((task, [task]) for task in tasks), ("Avg.", tasks)]:
         scores = lambda results, wanted=wanted: {task: _questions(results, task, table) for task in wanted}  # noqa: E731
         rows.append([title, *(difference(first, other, scores) for _, other in later)])
-    with_ruler = [
-        {seed: result["ruler"] for seed, result in seeds.items() if result["ruler"]} for seeds in arms.values()
-    ]
-    last = next((str(ruler.longest(result)) for result in with_ruler[0].values()), "")
-    for name in table.ruler if table else ():
-        which = lambda task, length, name=name: name != "longest" or length == last  # noqa: E731
-        rows.append([ruler.TITLES[name], *(ruler.apart(with_ruler[0], other, which) for other in with_ruler[1:])])
     return [rows]
 
 
@@ -231,7 +211,7 @@ def notes(arms: Mapping[str, Mapping[Any, Result]], tasks: Sequence[Task], table
     """Return the sentences below the table."""
     results = [result for seeds in arms.values() for result in seeds.values()]
     sentences = [f"The last columns are the paper's, {table.table}."] if table else []
-    if table and any(_depends(table, name) for name in table.rows):
+    if any(_depends(table, task.name) for task in tasks):
         sentences.append("+ acc_norm for dense models, acc for those with a mixture of experts; acc otherwise.")
     if len(results) > 1:
         sentences.append("mean +- sample standard deviation over the seeds of an arm")
@@ -247,17 +227,9 @@ def notes(arms: Mapping[str, Mapping[Any, Result]], tasks: Sequence[Task], table
         if most["cut"]:
             cut = f"{most['cut']:,} of {most['samples']:,} contexts were cut on the left"
             sentences.append(f"{task.title}: {cut} to what the model reads.")
-    if table and table.ruler:
-        names = [f"{arm}/seed{result['seed']}" for arm, seeds in arms.items() for result in seeds.values()]
-        sentences += ruler.notes([result["ruler"] for result in results], names)
     return sentences
 
 
-def _mean_title(table: Published | None) -> str:
-    """Return the title of the mean over tasks: beside RULER's, the paper's."""
-    return "Standard Avg." if table and table.ruler else "Avg."
-
-
-def _depends(table: Published, task: str) -> bool:
+def _depends(table: Published | None, task: str) -> bool:
     """Return whether a task has another metric for models with a mixture of experts."""
-    return table.rows[task]["dense"] != table.rows[task]["mixture"]
+    return table is not None and table.rows[task]["dense"] != table.rows[task]["mixture"]

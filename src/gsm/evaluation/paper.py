@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,12 @@ class Published:
         average: their unweighted means over the tasks.
         rows: by task, the metric for ``dense`` models and for those with a ``mixture`` of experts, and the ``values``
             in the order of the columns (none where the paper gives averages alone).
-        ruler: where the table has RULER too, its ``average`` and that of the ``longest`` length, by column.
     """
 
     table: str
     columns: list[str]
     average: list[float]
     rows: dict[str, dict[str, Any]]
-    ruler: dict[str, list[float]] = field(default_factory=dict)
 
 
 def published(name: str) -> Published | None:

@@ -12,9 +12,8 @@ from __future__ import annotations
 import os
 import re
 import statistics
-import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,29 +22,30 @@ import torch
 
 from gsm import plots
 from gsm.config.check import ConfigError
-from gsm.config.load import digest
 from gsm.data.adaptation import BOTH, MARK, RESPONSES, TAUGHT, trained_lengths
 from gsm.data.ingredients import Ingredients
-from gsm.data.ruler import SEED, Questions
-from gsm.data.ruler_tasks import TASKS, Sample
+from gsm.data.ruler import SEED, TASKS, Questions, Sample
 from gsm.data.tokenizer import Tokenizer
+from gsm.errors import within
 from gsm.evaluation import paper
-from gsm.evaluation.checkpoints import Trained, home
+from gsm.evaluation.checkpoints import Trained
 from gsm.evaluation.measure import Measure, publish
 from gsm.evaluation.results import Progress, Results, by_arm, difference, means, side_by_side, silent
-from gsm.files import read_json
-from gsm.tables import WIDTH, Grid, grid_text, transposed
+from gsm.tables import Grid
 
 LENGTHS = (4096, 8192, 16384, 32768, 65536)
 ADAPTED = "gsm.data.adaptation.RulerData"
-INGREDIENTS = ("template", "haystack", "keys", "words", "text_field", "digits", "new_tokens", "increment")
+INGREDIENTS = ("template", "haystack", "keys", "words", "text_field", "new_tokens")
 CONTROL = re.compile(r"[\x00-\x1f]")
 # The choices of the benchmark. Others are printed as deviations.
-STANDARD = {"template": "ruler", "sentences": "punkt", "keys": "wonderwords", "digits": 7, "increment": None}
-ESSAYS = "PaulGrahamEssays.json"
+STANDARD = {
+    "haystack": "PaulGrahamEssays.json",
+    "template": "ruler",
+    "sentences": "punkt",
+    "keys": "wonderwords",
+}
 # Settings of the model rather than of the questions. Results compare if all others are equal.
 OF_THE_MODEL = {"run", "step", "checkpoint", "precision", "device", "answers"}
-TITLES = {"average": "RULER Avg.", "longest": "RULER longest"}
 Result = Mapping[str, Any]  # of `measure`
 Arms = Mapping[str, Mapping[Any, Result]]  # by name and seed
 
@@ -56,8 +56,8 @@ class Ruler(Measure):
     but checkpoint=...
 
     A run that was adapted to them (data=ruler) is asked as it was trained, at its lengths and its context, unless these
-    are given. Given again, the same command goes on where it was interrupted. Several runs also become the paper's
-    tables, by arm, with the differences between arms on the same questions, and a picture: ruler.md and ruler.png.
+    are given. Given again, the same command goes on where it was interrupted. The tables stand beside the paper's, and
+    for several arms with the differences on the same questions, and a picture: ruler.md and ruler.png.
 
     Args:
         lengths: of question and answer, such as 4096,8192; left out: those of the paper up to the model's context
@@ -70,9 +70,7 @@ class Ruler(Measure):
         keys: builtin, wonderwords, or the path of word lists
         words: number of adjectives and of nouns
         text_field: where the text of essays stands in JSON
-        digits: of a number
         new_tokens: kept free for an answer; no more are generated
-        increment: words (or lines) by which a text that is too long is cut
         batch_size: prompts at a time
         chunk: tokens of a prompt that are read at a time
         seed: of the questions
@@ -90,15 +88,10 @@ class Ruler(Measure):
     keys: str = ""
     words: int = 0
     text_field: str = ""
-    digits: int = 0
     new_tokens: int = 0
-    increment: int = 0
     batch_size: int = 8
     chunk: int = 4096
     seed: int = SEED
-
-    def own_file(self, checkpoint: Path) -> Path:
-        return _place(checkpoint)
 
     def of(self, trained: Trained, file: Path) -> dict[str, Any]:
         """Return the recall of every cell; ``file`` holds each cell as soon as it is done."""
@@ -107,16 +100,8 @@ class Ruler(Measure):
         identity = {"run": run, "step": trained.step, "checkpoint": trained.digest}
         identity |= {"precision": trained.precision, "device": trained.device_kind}
         with trained.computing():
-            result = ruler.measure(
-                trained.model,
-                trained.tokenizer,
-                path=file,
-                identity=identity,
-                progress=trained.progress("questions"),
-                say=lambda line: print(line, flush=True),
-            )
-        print(f"{_name(result)}\n{table(result)}\nWritten to {file}\n", flush=True)
-        return result
+            options: dict[str, Any] = {"identity": identity, "progress": trained.progress("questions")}
+            return ruler.measure(trained.model, trained.tokenizer, path=file, **options)
 
     def adapted(self, trained: Trained) -> Ruler:
         """Return this measure with the choices of a run that was adapted to these tasks. Given choices stay."""
@@ -152,7 +137,6 @@ class Ruler(Measure):
         path: str | os.PathLike[str] | None = None,
         identity: Mapping[str, Any] | None = None,
         progress: Progress = silent,
-        say: Callable[[str], object] = lambda line: None,
     ) -> dict[str, Any]:
         """Ask a model every task at every length, and score its answers.
 
@@ -166,7 +150,6 @@ class Ruler(Measure):
             path: a JSON file for the result. A file with the same settings is continued (`Results`).
             identity: further settings, such as the checkpoint.
             progress: passes on the samples of a cell, and may show the place in them.
-            say: takes a line for every finished cell.
 
         Returns:
             `settings`, `cells` by `<task>/<length>` (each with `accuracy` in percent, and of every sample `prediction`
@@ -178,7 +161,11 @@ class Ruler(Measure):
             OSError: the file cannot be written.
         """
         tasks, lengths, answers = self.tasks or TAUGHT, self.lengths or LENGTHS, self.answers or "direct"
-        _check(tasks, lengths, self.examples, answers, self.batch_size)
+        if not tasks or set(tasks) - set(TASKS):
+            raise ConfigError(f"tasks={','.join(tasks)} is not allowed. Use some of {', '.join(TASKS)}.")
+        if answers not in RESPONSES:
+            raise ConfigError(f"answers={answers} is not allowed. Use {' or '.join(RESPONSES)}.")
+        within(1, lengths=min(lengths), examples=self.examples, batch_size=self.batch_size)
         chosen: dict[str, Any] = {name: getattr(self, name) for name in INGREDIENTS if getattr(self, name)}
         made = ingredients or Ingredients.choose(**chosen)
         for task in tasks:  # a length that holds no sample is refused before a cell is measured
@@ -187,8 +174,6 @@ class Ruler(Measure):
         settings |= made.facts()
         results = Results(path, {**settings, **(identity or {})})
         cases = {f"{task}/{length}": (task, length) for task in tasks for length in lengths}
-        for name in (name for name in cases if name in results.cells):
-            say(f"{name}: {results.cells[name]['accuracy']:.2f} %, from {path}")
 
         def compute(name: str) -> dict[str, Any]:
             (task, length), start = cases[name], time.perf_counter()
@@ -201,7 +186,6 @@ class Ruler(Measure):
             scored = [_scored(sample, count, text, answers) for sample, count, text in counted]
             cell = {"task": task, "length": length, "accuracy": accuracy(scored)}
             cell |= {"seconds": round(time.perf_counter() - start, 3)}
-            say(f"{name}: {cell['accuracy']:.2f} % of {self.examples}, {cell['seconds']:.1f} s")
             return {name: {**cell, "samples": sorted(scored, key=lambda sample: sample["index"])}}
 
         results.fill(cases, lambda name: [name], compute)
@@ -216,15 +200,18 @@ class Ruler(Measure):
         return {**results.content(), "cells": cells}
 
     def conclude(self, results: Sequence[Result], place: Path) -> None:
-        """Print the arms side by side, if there are several runs."""
-        if len(results) > 1:
-            print(side_by_side_of(results, place))
+        """Print and write the tables, by arm. Raises ConfigError."""
+        arms = by_arm(results, lambda result: {**(run := result["settings"]["run"]), "experiment": run["name"]})
+        grids = tables(arms, paper.tables()["ruler"]) if comparable(results) else []
+        several, drawn = len(results) > 1, (lambda: _picture(arms)) if grids and len(results) > 1 else None
+        print(publish(place, grids, notes(results), {"runs": results} if several else None, drawn))
 
     def written_in(self, folder: Path, run: Mapping[str, Any]) -> dict[str, Any]:
         """Return the asked cells, with the run among the settings."""
         result = self._written(folder)
         identity = {"name": run["experiment"], "arm": run["arm"], "seed": str(run["seed"])}
-        return {**_of_asked(result), "settings": {**result["settings"], "run": identity}}
+        cells = {name: result["cells"][name] for name in result["asked"]}
+        return {**result, "cells": cells, "settings": {**result["settings"], "run": identity}}
 
     @staticmethod
     def metrics(written: Result) -> dict[str, float]:
@@ -289,17 +276,6 @@ def averages(cells: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {"by_length": by_length, "by_task": by_task, "average": statistics.fmean(by_length.values())}
 
 
-def _check(tasks: Sequence[str], lengths: Sequence[int], examples: int, answers: str, batch_size: int) -> None:
-    if not tasks or set(tasks) - set(TASKS):
-        raise ValueError(f"tasks {list(tasks)} must be some of {', '.join(TASKS)}")
-    if not lengths or min(lengths) < 1 or examples < 1 or batch_size < 1:
-        raise ValueError(
-            f"lengths {list(lengths)}, examples {examples} and batch_size {batch_size} must be at least 1 each"
-        )
-    if answers not in RESPONSES:
-        raise ValueError(f"answers {answers!r} is unknown; the known ones are {', '.join(RESPONSES)}")
-
-
 def _answers(
     model: Any, tokenizer: Tokenizer, samples: Sequence[Sample], size: int, most: int, a_line: bool, chunk: int
 ) -> Iterator[tuple[Sample, int, str]]:
@@ -317,182 +293,75 @@ def _scored(sample: Sample, tokens: int, prediction: str, answers: str) -> dict[
     return {**facts, "marked": answer is not None, "score": score(answer, sample.outputs)}
 
 
-def known(file: Path) -> dict[str, Any] | None:
-    """Return the result of a checkpoint; None if there is none, or only a result of other weights."""
-    result = _of_weights(_place(file), file)
-    return _of_asked(result) if result else None
-
-
-def _of_asked(result: Result) -> dict[str, Any]:
-    """Return a result without the cells of earlier questions, which its file keeps."""
-    return {**result, "cells": {name: result["cells"][name] for name in result["asked"]}}
-
-
-def _place(file: Path) -> Path:
-    """Return the path of a checkpoint's ruler.json: beside it, or of an evaluation after the same run."""
-    target = home(file) / "ruler.json"
-    neighbours = () if target.is_file() else sorted(home(file).parent.glob("*/ruler.json"))
-    return next((path for path in neighbours if _of_weights(path, file)), target)
-
-
-def _of_weights(path: Path, checkpoint: Path) -> dict[str, Any] | None:
-    """Return the result in a file if it is finished and belongs to these weights, else None."""
-    result = read_json(path) or {}
-    if not ({"averages", "asked", "cells", "settings"} <= set(result) and "checkpoint" in result["settings"]):
-        return None
-    return result if result["settings"]["checkpoint"] == digest(checkpoint) else None
-
-
-def _name(result: Result) -> str:
-    run = result["settings"]["run"]
-    return f"{run['name']}/{run['arm']}/seed{run['seed']}"
-
-
-def table(result: Result) -> str:
-    """Return the table of one model, tasks by lengths, with the means over both and the deviations."""
-    average_of, lengths = result["averages"], list(result["averages"]["by_length"])
-    rows = [["task, %", *(shown(int(length)) for length in lengths), "Avg."]]
-    for task, mean in average_of["by_task"].items():
-        each = [result["cells"][f"{task}/{length}"]["accuracy"] for length in lengths]
-        rows.append([task, *(f"{value:.2f}" for value in (*each, mean))])
-    rows.append(["mean", *(f"{value:.2f}" for value in (*average_of["by_length"].values(), average_of["average"]))])
-    return "\n".join([grid_text(rows), "", *(textwrap.fill(note, WIDTH) for note in notes([result], [""]))])
-
-
-def side_by_side_of(results: Sequence[Result], place: Path) -> str:
-    """Return several runs in the paper's tables, by arm; write them to `place` (ruler.json) and beside it.
-
-    Raise ConfigError if these files cannot be written.
-    """
-    lines = notes(results, [_name(result) for result in results])
-    if not comparable(results):
-        return publish(place, [], lines, {"runs": results})
-    arms = by_arm(results, lambda result: {**(run := result["settings"]["run"]), "experiment": run["name"]})
-    return publish(place, tables(arms, paper.tables()["ruler"]), lines, {"runs": results}, lambda: _picture(arms))
-
-
 def tables(arms: Arms, published: Mapping[str, Any]) -> list[Grid]:
-    """Return the paper's tables of RULER, arms by lengths and tasks by arms, beside the paper's own.
-
-    Then follow every task at every length, and the differences of the other arms from the first.
+    """Return lengths by arms and tasks by arms, beside the paper's columns, then the differences between arms.
 
     Args:
         arms: by name and seed, comparable results (`comparable`), in percent.
         published: the paper's `columns`, `by_length`, `by_task` and `average`.
     """
-    first, columns = next(iter(next(iter(arms.values())).values())), published["columns"]
-    lengths = {length: shown(int(length)) for length in first["averages"]["by_length"]}
-    tasks = {task: task for task in first["averages"]["by_task"]}
-    of_paper = {str(length): values for length, values in published["by_length"].items()}
-    titles = {**{length: shown(int(length)) for length in of_paper}, "average": "Avg."}
-    of_paper["average"] = published["average"]
+    first = next(iter(next(iter(arms.values())).values()))["averages"]
+    lengths = {length: shown(int(length)) for length in first["by_length"]} | {"average": "Avg."}
+    tasks = {task: task for task in first["by_task"]}
+    by_length = {str(length): values for length, values in published["by_length"].items()}
+    by_length["average"] = published["average"]
+    columns = [f"paper: {name}" for name in published["columns"]]
 
     def mean(result: Result, name: str) -> float:
         return Ruler.metrics(result)[name]
 
-    def accuracy_of(cell: tuple[Result, str], length: str) -> float:
-        return cell[0]["cells"][f"{cell[1]}/{length}"]["accuracy"]
-
-    each = {
-        f"{arm}, {task}": {seed: (result, task) for seed, result in seeds.items()}
-        for arm, seeds in arms.items()
-        for task in tasks
-    }
     grids = [
-        transposed(side_by_side("RULER, %", arms, {**lengths, "average": "Avg."}, mean)),
-        transposed(side_by_side("the paper, 1.5B GSM", {}, titles, mean, columns, of_paper)),
-        side_by_side("task, %", arms, tasks, mean, [f"paper: {name}" for name in columns], published["by_task"]),
-        transposed(side_by_side("arm, task, %", each, lengths, accuracy_of)),
+        side_by_side("length, %", arms, lengths, mean, columns, by_length),
+        side_by_side("task, %", arms, tasks, mean, columns, published["by_task"]),
     ]
-    return [*grids, *([_differences(arms, list(tasks), list(lengths)[-1])] if len(arms) > 1 else [])]
+    (arm, base), *later = arms.items()
+    if later:
+        rows = [[f"minus {arm}, with 95 % interval", *(name for name, _ in later)]]
+        for title, chosen in [("Avg.", list(tasks)), *((task, [task]) for task in tasks)]:
+            rows.append([title, *(apart(base, other, chosen) for _, other in later)])
+        grids.append(rows)
+    return grids
 
 
-def _differences(arms: Arms, tasks: Sequence[str], last: str) -> Grid:
-    first, *later = arms
-    wanted: dict[str, Callable[[str, str], bool]] = {
-        "Avg.": lambda task, length: True,
-        f"at {shown(int(last))}": lambda task, length: length == last,
-        **{name: (lambda task, length, name=name: task == name) for name in tasks},
-    }
-    rows = [[f"minus {first}, with 95 % interval", *later]]
-    return rows + [[name, *(apart(arms[first], arms[arm], which) for arm in later)] for name, which in wanted.items()]
-
-
-def apart(first: Mapping[Any, Result], second: Mapping[Any, Result], wanted: Callable[[str, str], bool]) -> str:
+def apart(first: Mapping[Any, Result], second: Mapping[Any, Result], tasks: Sequence[str]) -> str:
     """Return the second arm minus the first over the seeds that both have, with its interval.
 
-    All tasks and lengths have the same weight. The result is `-` without such a seed, or for other questions.
+    All of these tasks, and all lengths, have the same weight. The result is `-` without such a seed, or for other
+    questions.
 
     Args:
         first, second: results by seed.
-        wanted: whether a task counts at a length (both as strings).
+        tasks: their names.
     """
 
     def scores(results: list[Result]) -> dict[str, list[float]]:
-        cells = [name for name in results[0]["asked"] if wanted(*name.split("/"))]
-        each = [
-            [[sample["score"] for sample in result["cells"][name]["samples"]] for result in results] for name in cells
-        ]
-        return dict(zip(cells, map(means, each), strict=True))
+        names = [name for name in results[0]["asked"] if name.split("/")[0] in tasks]
+        each = [[[row["score"] for row in result["cells"][name]["samples"]] for result in results] for name in names]
+        return dict(zip(names, map(means, each), strict=True))
 
     return difference(first, second, scores, comparable)
 
 
-def comparable(results: Sequence[Result | None]) -> bool:
+def comparable(results: Sequence[Result]) -> bool:
     """Return whether all results answer the same questions, in any form of answer, so that they compare."""
     questions = [
         ({name: value for name, value in result["settings"].items() if name not in OF_THE_MODEL}, result["asked"])
         for result in results
-        if result is not None
     ]
     return all(each == questions[0] for each in questions)
 
 
-def numbers(result: Result | None) -> dict[str, float]:
-    """Return the `average` over all lengths and that of the `longest`, in percent; nothing without a result."""
-    if result is None:
-        return {}
-    average_of = result["averages"]
-    return {"average": average_of["average"], "longest": average_of["by_length"][str(longest(result))]}
-
-
-def longest(result: Result) -> int:
-    """Return the longest asked length, in tokens."""
-    return max(map(int, result["averages"]["by_length"]))
-
-
-def notes(results: Sequence[Result | None], names: Sequence[str]) -> list[str]:
-    """Return the notes below a table: the questions, the deviations from the benchmark, and models without a result."""
-    present = [result for result in results if result is not None]
-    lines = []
-    for first in present[:1]:
-        lengths = ", ".join(shown(int(length)) for length in first["averages"]["by_length"])
-        answers = " or ".join(dict.fromkeys(each["settings"]["answers"] for each in present))
-        lines.append(
-            f"RULER: {len(first['averages']['by_task'])} tasks at {lengths} tokens (the paper: 4K to 64K), "
-            f"{first['settings']['examples']} examples of each, answers {answers}."
-        )
-        if changes := deviations(first["settings"]):
-            lines.append(f"RULER, not as in the benchmark: {'; '.join(changes)}.")
-    if unmarked := [result["unmarked"] for result in present if result["settings"]["answers"] == "cot"]:
+def notes(results: Sequence[Result]) -> list[str]:
+    """Return the sentences below the tables: the questions, and the deviations from the benchmark."""
+    settings = results[0]["settings"]
+    lines = [f"{settings['examples']} examples of each task at each length (the paper: 4K to 64K)."]
+    if changes := [f"{name}: {settings[name]}" for name, usual in STANDARD.items() if settings[name] != usual]:
+        lines.append(f"Not as in the benchmark: {'; '.join(changes)}.")
+    if unmarked := [result["unmarked"] for result in results if result["settings"]["answers"] == "cot"]:
         lines.append(f"Chains of thought without {MARK!r}: {100 * statistics.fmean(unmarked):.1f} %.")
     if not comparable(results):
-        lines.append(
-            "RULER: these models were not asked the same and are not compared; ask them with ruler=true and one "
-            "ruler.lengths= (and ruler.examples=, ...) for all."
-        )
-    if missing := [name for name, result in zip(names, results, strict=True) if result is None]:
-        lines.append(f"RULER: nothing for {', '.join(missing)}; ruler=true asks, and goes on where it was interrupted.")
+        lines.append("These models had other questions and are not compared. Use the same ruler.* arguments for all.")
     return lines
-
-
-def deviations(settings: Mapping[str, Any]) -> list[str]:
-    """Return the choices that are not the benchmark's, as `name: value`."""
-    named = [
-        f"{name}: {settings[name]}" for name, value in STANDARD.items() if name in settings and settings[name] != value
-    ]
-    haystack = settings.get("haystack", ESSAYS)
-    return [*([f"haystack: {haystack}"] if haystack != ESSAYS else []), *named]
 
 
 def shown(length: int) -> str:
@@ -501,18 +370,17 @@ def shown(length: int) -> str:
 
 
 def _picture(arms: Arms) -> bytes:
-    """Draw the accuracy by length, of the tasks together and of each. Raise ImportError without matplotlib."""
+    """Draw the accuracy by length, the mean over tasks and each task. Raise ImportError without matplotlib."""
 
-    def lengths(result: Result, task: str | None) -> dict[int, float]:
-        by_length = result["averages"]["by_length"]
-        cells = by_length if task is None else {n: result["cells"][f"{task}/{n}"]["accuracy"] for n in by_length}
-        return {int(length): value for length, value in cells.items()}
+    def accuracies(result: Result, task: str) -> dict[int, float]:
+        by_length, cells = result["averages"]["by_length"], result["cells"]
+        return {int(n): cells[f"{task}/{n}"]["accuracy"] if task else value for n, value in by_length.items()}
 
-    first = next(iter(next(iter(arms.values())).values()))
-    drawn = {
-        task or "all tasks": {arm: [lengths(seed, task) for seed in seeds.values()] for arm, seeds in arms.items()}
-        for task in (None, *first["averages"]["by_task"])
+    tasks = ["", *next(iter(next(iter(arms.values())).values()))["averages"]["by_task"]]
+    lines = {
+        task or "all tasks": {arm: [accuracies(seed, task) for seed in seeds.values()] for arm, seeds in arms.items()}
+        for task in tasks
     }
-    figure, panels = plots.figure(columns=2, width=3.8, height=2.6, rows=-(-len(drawn) // 2))
-    plots.lengths(panels, drawn, "length (tokens)", "answered (%)", top=100)
+    figure, panels = plots.figure(columns=2, width=3.8, height=2.6, rows=-(-len(lines) // 2))
+    plots.lengths(panels, lines, "length (tokens)", "answered (%)", top=100)
     return plots.png(figure)
