@@ -107,21 +107,23 @@ def test_a_short_sequence_has_the_loads_that_fit():
 
 def test_a_context_that_cannot_hold_a_load_is_refused():
     TASK.check(2 * 6 + 2 + 32 + 10)
-    with pytest.raises(ValueError, match="context 55 is too short for wait 32 with a gap of 10: it takes 56"):
+    with pytest.raises(
+        ValueError, match="context=55 is not allowed because wait 32 with a gap of 10 .* Use 56 or more"
+    ):
         TASK.check(55)
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"loads": {"seek": [1]}}, "'seek'; the known ones are find, wait, count"),
+        ({"loads": {"seek": [1]}}, "loads.seek is not allowed because it is no kind. Use find, wait, count"),
         ({"loads": {"find": []}}, "at least one amount"),
-        ({"loads": {"wait": [0]}}, "loads.wait .* at least 1"),
-        ({"loads": {"count": [3, 4]}}, "loads.count .* multiples of 3"),
-        ({"loads": {"find": [21]}}, "21 needles need as many different keys, and keys is 20"),
-        ({"values": 1}, "values must be at least 2"),
-        ({"gap": -1}, "gap must be 0 or more"),
-        ({"asked": 0}, "asked must be at least 1"),
+        ({"loads": {"wait": [0]}}, "loads.wait=.* Use numbers of 1 or more"),
+        ({"loads": {"count": [3, 4]}}, "loads.count=.* Use multiples of 3"),
+        ({"loads": {"find": [21]}}, "keys=20 is not allowed because 21 needles"),
+        ({"values": 1}, "values=1 is not allowed because it is below 2"),
+        ({"gap": -1}, "gap=-1 is not allowed because it is below 0"),
+        ({"asked": 0}, "asked=0 is not allowed because it is below 1"),
     ],
 )
 def test_what_cannot_be_is_refused(wrong: dict, message: str):

@@ -32,7 +32,7 @@ from gsm.training.run import _abandoned, train
 
 MOE, BASELINE_MOE = "gsm-feed_forward=moe", "baseline-feed_forward=moe"
 TRAINED = ("gsm", MOE, "baseline", BASELINE_MOE, "gated_delta_net")
-UNDIVIDED = "devices can only leave experts undivided; say 1"
+UNDIVIDED = "Use 1 (undivided experts)"
 
 
 def alone_and_together(processes: Any, folder: Path, case: str, strategy: str, **options: Any) -> list[dict[str, Any]]:
@@ -244,8 +244,12 @@ def test_ranks_of_different_configurations_name_what_differs(processes: Any, hom
 @pytest.mark.parametrize(
     ("optimizer", "callbacks", "said"),
     [
-        (Muon(1e-3, 2, 0.1, 0.1), ["latest"], "^optimizer Muon needs whole matrices, but trainer=fsdp divides them"),
-        (AdamW(1e-3, 2, 0.1, 0.1), [], "^callbacks.latest is null, but trainer=fsdp concludes"),
+        (
+            Muon(1e-3, 2, 0.1, 0.1),
+            ["latest"],
+            "^optimizer=muon is not allowed because .* whole matrices.* Use trainer=ddp",
+        ),
+        (AdamW(1e-3, 2, 0.1, 0.1), [], "^callbacks.latest=null is not allowed because trainer=fsdp concludes"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(tmp_path: Path, optimizer: AdamW, callbacks: list[str], said: str):
@@ -272,14 +276,14 @@ def refused(ranks: int, devices: int, experts: int = 56) -> str:
 @pytest.mark.parametrize(
     ("ranks", "devices", "experts", "remedy"),
     [
-        (8, 800, 56, f"widths of 768 and 2048: 800 {UNDIVIDED}, or take 512 devices"),
-        (8, 800, 752, f"widths of 768 and 2048: 800 {UNDIVIDED}, or take 512 devices"),
-        (5, 800, 56, f"56 experts: 800 {UNDIVIDED}, or take 512 devices and say 8"),
-        (16, 64, 56, "56 experts: say one of 1, 2, 4, 8"),
-        (7, 8, 56, "8 devices that train together: say one of 1, 2, 4, 8"),
-        (56, 24, 56, f"24 devices that train together: 24 {UNDIVIDED}, or take 56 devices"),
-        (2, 1, 56, f"1 devices that train together: 1 {UNDIVIDED}, or take 2 devices"),
-        (3, 1, 56, f"1 devices that train together: 1 {UNDIVIDED}"),
+        (8, 800, 56, f"widths of 768 and 2048. {UNDIVIDED}, or 512 devices."),
+        (8, 800, 752, f"widths of 768 and 2048. {UNDIVIDED}, or 512 devices."),
+        (5, 800, 56, f"56 experts. {UNDIVIDED}, or 512 devices with 8."),
+        (16, 64, 56, "56 experts. Use one of 1, 2, 4, 8."),
+        (7, 8, 56, "8 devices that train together. Use one of 1, 2, 4, 8."),
+        (56, 24, 56, f"24 devices that train together. {UNDIVIDED}, or 56 devices."),
+        (2, 1, 56, f"1 devices that train together. {UNDIVIDED}, or 2 devices."),
+        (3, 1, 56, f"1 devices that train together. {UNDIVIDED}."),
     ],
 )
 def test_what_is_said_instead_of_a_number_of_ranks_for_experts_can_be_had(
@@ -288,8 +292,8 @@ def test_what_is_said_instead_of_a_number_of_ranks_for_experts_can_be_had(
     said = refused(ranks, devices, experts)
     assert said.endswith(remedy), said
     instead, others = (
-        re.search(r"say (?:one of )?([\d, ]*\d)", said),
-        re.search(r"take (\d+) devices(?: and say (\d+))?", said),
+        re.search(r"Use (?:one of )?([\d, ]*\d)", said),
+        re.search(r", or (\d+) devices(?: with (\d+))?", said),
     )
     assert instead
     assert not any(refused(int(number), devices, experts) for number in instead[1].split(", "))
@@ -313,7 +317,7 @@ def test_every_number_of_ranks_that_is_not_among_the_ways_is_refused():
 def test_a_compiler_is_refused_where_devices_send_one_another_rows(strategy: Sharded, name: str):
     trainer: Any = SimpleNamespace(strategy=strategy, callbacks=[])
     task: Any = SimpleNamespace(optimizer=AdamW(1e-3, 2, 0.1, 0.1), compiles=True)
-    said = f"^compile is true, but .* where {name} is 2: say compile=false, or {name}=1$"
+    said = f"^compile=true is not allowed because .* {name}=2\\. Use compile=false, or {name}=1\\.$"
     with pytest.raises(ConfigError, match=said):
         trainers.refuse_divided(trainer, task)
 

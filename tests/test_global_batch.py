@@ -59,20 +59,20 @@ def test_what_torchrun_has_started_counts(monkeypatch: pytest.MonkeyPatch):
             128,
             4,
             64,
-            "64 devices with data.batch_size=4 take 256 sequences at a time: say data.batch_size=2 or global_b",
+            "64 devices with data.batch_size=4 take 256 sequences at a time. Use data.batch_size=2 or global_b",
         ),
-        (100, 4, 8, "take 32 sequences at a time: say global_batch=96 or 128$"),
+        (100, 4, 8, "take 32 sequences at a time. Use global_batch=96 or 128.$"),
         (
             12,
             8,
             1,
-            "1 devices with data.batch_size=8 take 8 sequences at a time: say data.batch_size=6 or global_batch=8 or",
+            "1 devices with data.batch_size=8 take 8 sequences at a time. Use data.batch_size=6 or global_batch=8 or",
         ),
-        (1, 4, 2, "say global_batch=8$"),
+        (1, 4, 2, "Use global_batch=8.$"),
     ],
 )
 def test_a_remainder_is_refused_with_values_that_fit(total: int, batch: int, world: int, said: str):
-    with pytest.raises(ConfigError, match=f"^global_batch is {total}, but .*{said}"):
+    with pytest.raises(ConfigError, match=f"^global_batch={total} is not allowed because .*{said}"):
         trainers.batches_a_step({"global_batch": total, "data": {"batch_size": batch}}, world)
 
 
@@ -118,20 +118,22 @@ def test_a_pass_ends_with_a_step():
 def test_the_last_run_is_refused_before_the_first_one_trains(tmp_path: Path):
     words = ["experiment=paper_cot", "size=nano", "arms=null", "seeds=null", "trainer=ddp", "trainer.accelerator=cpu"]
     words += ["trainer.devices=3", f"logs={tmp_path}"]
-    said = "run tune: global_batch is 8, but 3 devices with data.batch_size=1 take 3 sequences at a time: say "
-    with pytest.raises(ConfigError, match=f"{said}global_batch=6 or 9$"):
+    said = "run tune: global_batch=8 is not allowed because 3 devices .* Use global_batch=6 or 9.$"
+    with pytest.raises(ConfigError, match=said):
         Experiment(compose(words), words).trials()
 
 
 def test_an_arm_is_refused_before_another_one_trains(tmp_path: Path):
     words = ["arms={a: [], b: ['global_batch=6']}", f"logs={tmp_path}"]
-    with pytest.raises(ConfigError, match="^arm b: global_batch is 6, but "):
+    with pytest.raises(ConfigError, match="^arm b: global_batch=6 is not allowed because "):
         Experiment(compose(words), words).trials()
 
 
 def test_a_run_is_refused_before_it_reads_or_writes_anything(tmp_path: Path):
     given = compose([*TINY, f"data.path={tmp_path / 'nowhere'}", f"logs={tmp_path / 'logs'}", "global_batch=6"])
-    with pytest.raises(ConfigError, match=r"^global_batch is 6, .* say data.batch_size=3 or global_batch=4 or 8$"):
+    with pytest.raises(
+        ConfigError, match=r"^global_batch=6 is not allowed .* Use data.batch_size=3 or global_batch=4 or 8\.$"
+    ):
         fit.train(given)
     assert not (tmp_path / "logs").exists()
 

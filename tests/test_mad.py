@@ -34,7 +34,7 @@ def test_sequences_have_their_length_their_ids_and_something_to_answer(task):
         for token_T, target_T in sequences(task, length):
             assert len(token_T) == len(target_T) == length and (target_T >= 0).any()
             assert 0 <= token_T.min() and max(token_T.max(), target_T.max()) < task.vocabulary
-    with pytest.raises(ValueError, match=f"is too short for {type(task).__name__}: it takes {task.least}"):
+    with pytest.raises(ValueError, match=f"{type(task).__name__} takes more tokens. Use {task.least} or more"):
         task.check(task.least - 1)
     task.check(task.least)
 
@@ -119,10 +119,10 @@ def test_questions_are_counted_not_assumed():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (partial(InContextRecall, keys=0), "keys must be at least 1, got 0"),
-        (partial(InContextRecall, noise=1.0), "noise must be from 0 to below 1, got 1.0"),
-        (partial(FuzzyRecall, longest=8), "longest 8 must be at most keys 7 and values 7"),
-        (partial(SelectiveCopy, copied=0), "copied must be at least 1"),
+        (partial(InContextRecall, keys=0), "keys=0 is not allowed because it is below 1"),
+        (partial(InContextRecall, noise=1.0), "noise=1.0 is not allowed because it is a share"),
+        (partial(FuzzyRecall, longest=8), "longest=8 is not allowed because it is above 7"),
+        (partial(SelectiveCopy, copied=0), "copied=0 is not allowed because it is below 1"),
     ],
 )
 def test_what_cannot_be_is_refused(make, words: str):

@@ -168,7 +168,7 @@ def test_pairs_of_a_sequence_share_their_parity_and_shifted_ones_have_either(tas
 def test_a_sequence_without_room_is_not_shifted():
     for token_T, _ in sequences(SHIFTED, 16, whole=64):
         assert token_T[0] < SHIFTED.keys
-    with pytest.raises(ValueError, match="it takes 17"):
+    with pytest.raises(ValueError, match="context=.* Use 17 or more"):
         SHIFTED.check(16)
 
 
@@ -195,7 +195,7 @@ def test_the_whole_gap_is_kept_at_the_length_that_just_holds_it(task):
     for token_T, _ in sequences(task, least, whole=least):
         told, asked = zip(*places(token_T, task).values(), strict=True)
         assert min(asked) - max(told) - 2 >= task.gap
-    with pytest.raises(ValueError, match=f"context {least - 1} is too short .* a gap of 41: it takes {least}"):
+    with pytest.raises(ValueError, match=f"context={least - 1} is not allowed .* a gap of 41 .* Use {least} or more"):
         task.check(least - 1)
 
 
@@ -207,18 +207,24 @@ def test_near_questions_are_more_frequent_in_multi_query_recall():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (partial(Needle, gap=-1), "gap must be 0 or more, got -1"),
-        (partial(Needle, gap=1, keys=3, pairs=4), "pairs 4 need as many different keys, and keys is 3"),
-        (partial(Paraphrase, gap=1, names=5), "names must be at least 2, and keys 32 a multiple of it, got 5"),
-        (partial(Paraphrase, gap=1, names=1), "names must be at least 2"),
-        (partial(Paraphrase, gap=1, names=8), "pairs 10 need as many keys, and keys 32 with 8 names each are 4"),
-        (partial(Paraphrase, gap=1, names=2, literal=1.5), "literal must be from 0 to 1, got 1.5"),
-        (partial(Paraphrase, gap=1, names=2, left_out=True), "of two names no pair is left out: give names 3 or more"),
-        (partial(MultiQueryRecall, values=0), "values must be at least 1, got 0"),
-        (partial(SyntheticData, task=NEEDLE, vocabulary=26, context=30, batch_size=1), "it takes 36"),
+        (partial(Needle, gap=-1), "gap=-1 is not allowed because it is below 0"),
+        (partial(Needle, gap=1, keys=3, pairs=4), "pairs=4 is not allowed because keys=3"),
+        (partial(Paraphrase, gap=1, names=5), "names=5 is not allowed because keys=32"),
+        (partial(Paraphrase, gap=1, names=1), "names=1 is not allowed because keys=32"),
+        (partial(Paraphrase, gap=1, names=8), "pairs=10 is not allowed because keys=32 with 8 names each are only 4"),
+        (partial(Paraphrase, gap=1, names=2, literal=1.5), "literal=1.5 is not allowed because it is above 1"),
+        (
+            partial(Paraphrase, gap=1, names=2, left_out=True),
+            "left_out=true is not allowed because two names .* Use names=3 or more",
+        ),
+        (partial(MultiQueryRecall, values=0), "values=0 is not allowed because it is below 1"),
+        (
+            partial(SyntheticData, task=NEEDLE, vocabulary=26, context=30, batch_size=1),
+            "context=30 is not allowed because .* Use 36 or more",
+        ),
         (
             partial(SyntheticData, task=NEEDLE, vocabulary=20, context=64, batch_size=1),
-            "set size.vocabulary to at least 26",
+            "size.vocabulary=20 is not allowed because .* Use 26 or more",
         ),
         (
             partial(SyntheticData, task=NEEDLE, vocabulary=26, context=64, batch_size=0),
@@ -226,11 +232,11 @@ def test_near_questions_are_more_frequent_in_multi_query_recall():
         ),
         (
             partial(SyntheticData, task=NEEDLE, vocabulary=26, context=64, batch_size=1, shortest=8),
-            "shortest 8 must lie between 16",
+            "shortest=8 is not allowed because it is below 16",
         ),
         (
             partial(SyntheticData, task=NEEDLE, vocabulary=26, context=64, batch_size=1, shortest=20, grow_from=0.9),
-            "must ascend between 0 and 1",
+            "grow_from=0.9 is not allowed because it is above 0.5",
         ),
     ],
 )

@@ -180,22 +180,28 @@ def test_a_direct_answer_is_the_models_own_of_the_whole_word():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (partial(group, "A5"), "unknown group 'A5'; take parity, Z<m>"),
+        (partial(group, "A5"), "groups=A5 is not allowed because it is no known group. Use parity, Z<m>"),
         (partial(group, "S7"), "permutations of n things, 2 to 6"),
-        (partial(StateTracking, groups=["Z1"]), "unknown group 'Z1'"),
+        (partial(StateTracking, groups=["Z1"]), "groups=Z1 is not allowed"),
         (partial(StateTracking, groups=["S3", "S3"]), "each of them once"),
-        (partial(StateTracking, groups=[]), "must be at least one"),
-        (partial(StateTracking, letters="some"), "letters 'some' is unknown; the known ones are all, few"),
-        (partial(StateTracking, answers="cot"), "answers 'cot' is unknown; the known ones are direct, steps"),
-        (partial(StateTracking, answers="steps", ask="end"), "set ask to every, or answers to direct"),
-        (partial(StateTracking, tested=[0]), r"tested \[0\] must be lengths of at least 1 letter"),
+        (partial(StateTracking, groups=[]), "Use one group or more"),
+        (partial(StateTracking, letters="some"), "letters=some is not allowed because it is unknown. Use all or few"),
+        (
+            partial(StateTracking, answers="cot"),
+            "answers=cot is not allowed because it is unknown. Use direct or steps",
+        ),
+        (
+            partial(StateTracking, answers="steps", ask="end"),
+            "ask=end is not allowed because .* Use ask=every, or answers=direct",
+        ),
+        (partial(StateTracking, tested=[0]), r"tested=\[0\] is not allowed because .* Use lengths of 1 or more"),
         (
             partial(SyntheticData, task=replace(MANY, answers="steps"), vocabulary=20, context=31, batch_size=1),
-            "context 31 must be a multiple of 2",
+            "context=31 is not allowed because .* Use a multiple of 2",
         ),
         (
             partial(SyntheticData, task=MANY, vocabulary=19, context=8, batch_size=1),
-            "set size.vocabulary to at least 20",
+            "size.vocabulary=19 is not allowed because .* Use 20 or more",
         ),
     ],
 )

@@ -326,7 +326,7 @@ def usable(device: str) -> str:
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
         if torch.device(device).type not in DEVICES:
-            raise ConfigError(f"device is '{device}', where nothing of this was tried; say cpu, cuda or auto")
+            raise ConfigError(f"device={device} is not allowed because it was never tried. Use cpu, cuda or auto.")
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         reason = (str(error).splitlines() or ["no reason given"])[0].rstrip(".")

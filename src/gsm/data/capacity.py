@@ -18,6 +18,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from gsm.data.recall import Drawn, growing
+from gsm.errors import within
 from gsm.models.checks import IGNORED
 
 KINDS = ("find", "wait", "count")
@@ -68,22 +69,21 @@ class Capacity:
     gap: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("keys", "fillers", "asked", "needles"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.values < 2:
-            raise ValueError(f"values must be at least 2, of which one is told more often, got {self.values}")
-        if self.gap < 0:
-            raise ValueError(f"gap must be 0 or more, got {self.gap}")
+        within(1, keys=self.keys, fillers=self.fillers, asked=self.asked, needles=self.needles)
+        within(2, values=self.values)
+        within(0, gap=self.gap)
         if not self.loads or any(not amounts for amounts in self.loads.values()):
-            raise ValueError(f"loads {dict(self.loads)} must give at least one amount for a kind: {', '.join(KINDS)}")
+            raise ValueError(
+                f"loads={dict(self.loads)} is not allowed because a kind needs an amount. Use at least one amount of "
+                f"{' or '.join(KINDS)}."
+            )
         for kind, amounts in self.loads.items():
             if kind not in KINDS:
-                raise ValueError(f"loads has the kind {kind!r}; the known ones are {', '.join(KINDS)}")
+                raise ValueError(f"loads.{kind} is not allowed because it is no kind. Use {', '.join(KINDS)}.")
             least = SHARE if kind == "count" else 1
             if min(amounts) < least or any(amount % SHARE for amount in amounts if kind == "count"):
-                asked_for = f"multiples of {SHARE}" if kind == "count" else "at least 1"
-                raise ValueError(f"loads.{kind} {list(amounts)} must be {asked_for}")
+                numbers = f"multiples of {SHARE}" if kind == "count" else "numbers of 1 or more"
+                raise ValueError(f"loads.{kind}={list(amounts)} is not allowed because of a number. Use {numbers}.")
         # Plain containers: Hydra's are not.
         plain = {str(kind): [int(amount) for amount in amounts] for kind, amounts in self.loads.items()}
         object.__setattr__(self, "loads", plain)
@@ -91,7 +91,9 @@ class Capacity:
             object.__setattr__(self, "counted", max(plain["count"]))
         most = max([self.needles, *self.loads.get("find", ())])
         if most > self.keys:
-            raise ValueError(f"{most} needles need as many different keys, and keys is {self.keys}")
+            raise ValueError(
+                f"keys={self.keys} is not allowed because {most} needles need different keys. Use {most} or more."
+            )
 
     @property
     def vocabulary(self) -> int:
@@ -109,8 +111,8 @@ class Capacity:
             least = self._least(load) + self.gap
             if length < least:
                 raise ValueError(
-                    f"context {length} is too short for {load.kind} {load.amount} with a gap of {self.gap}: it takes "
-                    f"{least}"
+                    f"context={length} is not allowed because {load.kind} {load.amount} with a gap of {self.gap} takes "
+                    f"more tokens. Use {least} or more."
                 )
 
     def each(self) -> list[Load]:

@@ -20,6 +20,7 @@ from functools import cache
 import numpy as np
 
 from gsm.data.recall import Drawn, Task
+from gsm.errors import within
 from gsm.models.checks import IGNORED
 
 
@@ -29,12 +30,10 @@ class Checked(Task):
     def check(self, length: int) -> None:
         """Raises ValueError if sequences of this length cannot hold the task."""
         if length < self.least:
-            raise ValueError(f"context {length} is too short for {type(self).__name__}: it takes {self.least}")
-
-    def _positive(self, *names: str) -> None:
-        for name in names:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            raise ValueError(
+                f"context={length} is not allowed because {type(self).__name__} takes more tokens. Use {self.least} or "
+                "more."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +51,11 @@ class InContextRecall(Checked):
     noise: float = 0.0
 
     def __post_init__(self) -> None:
-        self._positive("keys", "values", "fillers")
+        within(1, keys=self.keys, values=self.values, fillers=self.fillers)
         if not 0 <= self.noise < 1:
-            raise ValueError(f"noise must be from 0 to below 1, got {self.noise}")
+            raise ValueError(
+                f"noise={self.noise} is not allowed because it is a share. Use a number from 0 to below 1."
+            )
 
     @property
     def vocabulary(self) -> int:
@@ -97,9 +98,8 @@ class FuzzyRecall(Checked):
     longest: int = 3
 
     def __post_init__(self) -> None:
-        self._positive("keys", "values", "longest")
-        if self.longest > min(self.keys, self.values):
-            raise ValueError(f"longest {self.longest} must be at most keys {self.keys} and values {self.values}")
+        within(1, keys=self.keys, values=self.values)
+        within(1, min(self.keys, self.values), longest=self.longest)
 
     @property
     def vocabulary(self) -> int:
@@ -151,7 +151,7 @@ class SelectiveCopy(Checked):
     copied: int = 16
 
     def __post_init__(self) -> None:
-        self._positive("symbols", "copied")
+        within(1, symbols=self.symbols, copied=self.copied)
 
     @property
     def vocabulary(self) -> int:
@@ -184,7 +184,7 @@ class Compression(Checked):
     symbols: int = 15
 
     def __post_init__(self) -> None:
-        self._positive("symbols")
+        within(1, symbols=self.symbols)
 
     @property
     def vocabulary(self) -> int:
@@ -217,7 +217,7 @@ class Memorization(Checked):
     seed: int = 12345
 
     def __post_init__(self) -> None:
-        self._positive("keys")
+        within(1, keys=self.keys)
 
     @property
     def vocabulary(self) -> int:

@@ -73,11 +73,12 @@ class Alphabet:
     pairs: int = 10
 
     def __post_init__(self) -> None:
-        for name in ("keys", "values", "fillers", "pairs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        within(1, keys=self.keys, values=self.values, fillers=self.fillers, pairs=self.pairs)
         if self.pairs > self.keys:
-            raise ValueError(f"pairs {self.pairs} need as many different keys, and keys is {self.keys}")
+            raise ValueError(
+                f"pairs={self.pairs} is not allowed because keys={self.keys} and pairs have different keys. Use "
+                f"{self.keys} or fewer."
+            )
 
     @property
     def vocabulary(self) -> int:
@@ -134,9 +135,7 @@ class Needle(Alphabet):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("gap", "wait"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        within(0, gap=self.gap, wait=self.wait)
 
     @property
     def least(self) -> int:
@@ -148,8 +147,8 @@ class Needle(Alphabet):
         least = self.least + self.gap
         if length < least:
             raise ValueError(
-                f"context {length} is too short for {self.pairs} needles, as many questions and a gap of {self.gap}: "
-                f"it takes {least}"
+                f"context={length} is not allowed because {self.pairs} needles, their questions and a gap of "
+                f"{self.gap} take more tokens. Use {least} or more."
             )
 
     def draw(self, random: np.random.Generator, length: int, whole: int | None = None) -> Drawn:
@@ -202,16 +201,21 @@ class Paraphrase(Needle):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.names < 2 or self.keys % self.names:
-            raise ValueError(f"names must be at least 2, and keys {self.keys} a multiple of it, got {self.names}")
+            raise ValueError(
+                f"names={self.names} is not allowed because keys={self.keys} are divided by it. Use a divisor of 2 or "
+                "more."
+            )
         if self.pairs > self.keys // self.names:
             raise ValueError(
-                f"pairs {self.pairs} need as many keys, and keys {self.keys} with {self.names} names each are "
-                f"{self.keys // self.names}"
+                f"pairs={self.pairs} is not allowed because keys={self.keys} with {self.names} names each are only "
+                f"{self.keys // self.names} different ones. Use {self.keys // self.names} or fewer."
             )
-        if not 0 <= self.literal <= 1:
-            raise ValueError(f"literal must be from 0 to 1, got {self.literal}")
+        within(0, 1, literal=self.literal)
         if self.left_out and self.names < 3:
-            raise ValueError("left_out is true, but of two names no pair is left out: give names 3 or more")
+            raise ValueError(
+                "left_out=true is not allowed because two names make one pair, which training needs. Use names=3 or "
+                "more."
+            )
 
     def meaning(self, token: np.ndarray) -> np.ndarray:
         """See `Alphabet.meaning`: of a name, the number of its key."""
@@ -269,8 +273,8 @@ class MultiQueryRecall(Alphabet):
         least = 4 * self.pairs + self.gap + self.gap % 2 + self.shifted  # questions stand at even places, as pairs do
         if length < least:
             raise ValueError(
-                f"context {length} is too short for {self.pairs} pairs, as many questions and a gap of {self.gap}: "
-                f"it takes {least}"
+                f"context={length} is not allowed because {self.pairs} pairs, their questions and a gap of {self.gap} "
+                f"take more tokens. Use {least} or more."
             )
 
     def draw(self, random: np.random.Generator, length: int, whole: int | None = None) -> Drawn:

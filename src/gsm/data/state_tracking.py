@@ -64,13 +64,23 @@ class StateTracking:
     def __post_init__(self) -> None:
         for name, choices in (("letters", LETTERS), ("answers", ANSWERS), ("ask", ASK)):
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name} {getattr(self, name)!r} is unknown; the known ones are {', '.join(choices)}")
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is not allowed because it is unknown. Use {' or '.join(choices)}."
+                )
         if self.answers == "steps" and self.ask == "end":
-            raise ValueError("answers steps writes every state: set ask to every, or answers to direct")
+            raise ValueError(
+                "ask=end is not allowed because answers=steps writes every state. Use ask=every, or answers=direct."
+            )
         if not self.groups or len(set(self.groups)) < len(self.groups):
-            raise ValueError(f"groups {list(self.groups)} must be at least one, and each of them once")
+            raise ValueError(
+                f"groups={list(self.groups)} is not allowed because a group is missing or stands twice. Use one group "
+                "or more, each of them once."
+            )
         if self.tested is not None and (not self.tested or min(self.tested) < 1):
-            raise ValueError(f"tested {list(self.tested)} must be lengths of at least 1 letter; null chooses them")
+            raise ValueError(
+                f"tested={list(self.tested)} is not allowed because a word has a letter. Use lengths of 1 or more, or "
+                "null for the usual ones."
+            )
         _ = self._groups
 
     @property
@@ -100,7 +110,10 @@ class StateTracking:
     def check(self, length: int) -> None:
         """Raises ValueError if sequences of this length cannot hold whole words."""
         if length < self.least or length % self.least:
-            raise ValueError(f"context {length} must be a multiple of {self.least}: with steps, a letter takes two")
+            raise ValueError(
+                f"context={length} is not allowed because a letter takes {self.least} positions. Use a multiple of "
+                f"{self.least}."
+            )
 
     def draw(self, random: np.random.Generator, length: int, whole: int | None = None) -> Drawn:
         """One sequence; its word fills it."""

@@ -19,6 +19,7 @@ from gsm.data.base import DataModule, check_held_out, check_numbers
 from gsm.data.loader import Batches
 from gsm.data.packing import validation_batches
 from gsm.data.recall import Task
+from gsm.errors import within
 from gsm.models.checks import IGNORED
 
 # Stand for the seed in validation: the same sequences for every seed of a run, and never trained on.
@@ -139,16 +140,13 @@ class SyntheticData(MadeData):
         check_numbers(batch_size, validation_sequences, seed)
         if task.vocabulary > vocabulary:
             raise ValueError(
-                f"the task has {task.vocabulary} ids and the model's vocabulary only {vocabulary}: set size.vocabulary "
-                f"to at least {task.vocabulary}"
+                f"size.vocabulary={vocabulary} is not allowed because the task has {task.vocabulary} ids. Use "
+                f"{task.vocabulary} or more."
             )
         task.check(context)
-        if shortest is not None and not task.least <= shortest <= context:
-            raise ValueError(
-                f"shortest {shortest} must lie between {task.least}, which the task takes, and context {context}"
-            )
-        if not 0 <= grow_from <= grow_until <= 1:
-            raise ValueError(f"grow_from {grow_from} and grow_until {grow_until} must ascend between 0 and 1")
+        within(task.least, context, shortest=shortest)
+        within(0, 1, grow_until=grow_until)
+        within(0, grow_until, grow_from=grow_from)
         self.task, self.vocabulary, self.context, self.batch_size = task, vocabulary, context, batch_size
         self.seed, self.validation_sequences = seed, validation_sequences
         self.shortest, self.grow_from, self.grow_until = shortest, grow_from, grow_until

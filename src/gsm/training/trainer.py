@@ -160,8 +160,8 @@ def shares(trainer: lightning.Trainer) -> int:
     if trainer.world_size % context:
         fitting = [n for n in range(1, trainer.world_size + 1) if trainer.world_size % n == 0]
         raise ConfigError(
-            f"trainer.context is {context}, but has to divide the {trainer.world_size} devices that train together: "
-            f"say one of {', '.join(map(str, fitting))}, or change trainer.devices"
+            f"trainer.context={context} is not allowed because it does not divide the {trainer.world_size} devices "
+            f"that train together. Use {_one_of(fitting)}, or change trainer.devices."
         )
     return sharing(trainer)[0]
 
@@ -201,7 +201,8 @@ def _divided(config: Mapping[str, Any], world: int) -> int:
         return 1
     if batch is None:
         raise ConfigError(
-            f"global_batch is {total}, but data has no batch_size that it could be divided by: make it null"
+            f"global_batch={total} is not allowed because the data have no batch_size to divide it by. Use "
+            "global_batch=null."
         )
     at_once = world * batch
     if total % at_once == 0:
@@ -212,8 +213,8 @@ def _divided(config: Mapping[str, Any], world: int) -> int:
         f"global_batch={' or '.join(str(n * at_once) for n in (total // at_once, total // at_once + 1) if n)}"
     )
     raise ConfigError(
-        f"global_batch is {total}, but {world} devices with data.batch_size={batch} take {at_once} sequences at a "
-        f"time: say {' or '.join(fitting)}"
+        f"global_batch={total} is not allowed because {world} devices with data.batch_size={batch} take {at_once} "
+        f"sequences at a time. Use {' or '.join(fitting)}."
     )
 
 
@@ -247,8 +248,9 @@ def meet(config: Mapping[str, Any]) -> None:
         )
     except torch.distributed.DistError as error:
         raise ConfigError(
-            f"after {patience} of waiting, some of the {environment.world_size()} ranks have not come: one has ended "
-            f"(its own error is in its output), or {environment.main_address}:{environment.main_port} is not reached"
+            f"training cannot start because some of the {environment.world_size()} ranks did not come within "
+            f"{patience}. Use the output of each rank to find its error, and check that every rank reaches "
+            f"{environment.main_address}:{environment.main_port}."
         ) from error
 
 
@@ -270,53 +272,62 @@ def refuse_divided(trainer: lightning.Trainer, task: LanguageModeling) -> None:
         return
     if not task.optimizer.shardable:
         raise ConfigError(
-            f"optimizer {type(task.optimizer).__name__} needs whole matrices, but trainer=fsdp divides them: use "
-            "trainer=ddp, or optimizer=adamw"
+            f"optimizer={type(task.optimizer).__name__.lower()} is not allowed because it needs whole matrices, and "
+            "trainer=fsdp divides them. Use trainer=ddp, or optimizer=adamw."
         )
     among = {"trainer.context": trainer.strategy.context, "trainer.strategy.experts": trainer.strategy.experts}
     for name, count in among.items():
         if count > 1 and task.compiles:
             raise ConfigError(
-                f"compile is true, but a compiler cannot follow what devices send where {name} is {count}: say "
-                f"compile=false, or {name}=1"
+                f"compile=true is not allowed because a compiler cannot follow the exchange of {name}={count}. Use "
+                f"compile=false, or {name}=1."
             )
     refuse_shared_experts(trainer, task, trainer.strategy.experts)
     if not find(trainer, Latest):
-        raise ConfigError("callbacks.latest is null, but trainer=fsdp concludes a run from its last checkpoint")
+        raise ConfigError(
+            "callbacks.latest=null is not allowed because trainer=fsdp concludes a run from its last checkpoint. Use "
+            "trainer=ddp, or leave callbacks.latest out."
+        )
 
 
 def refuse_shared_experts(trainer: lightning.Trainer, task: LanguageModeling, ranks: int) -> None:
-    """Raises ConfigError for experts that so many ranks cannot divide, with numbers that can be had."""
+    """Raise ConfigError for experts that cannot be divided among this number of ranks, with the numbers that fit."""
     if ranks == 1:
         return
     parts = [part for part in task.model.modules() if isinstance(part, Experts)]
     if not parts:
         raise ConfigError(
-            f"trainer.strategy.experts is {ranks}, but the model has no experts: say 1, or model/feed_forward=moe"
+            f"trainer.strategy.experts={ranks} is not allowed because the model has no experts. Use 1, or "
+            "model/feed_forward=moe."
         )
     world, ways = trainer.world_size, ways_to_divide(parts, trainer.world_size)
     if ranks in ways:
         return
-    remedy = f"say one of {', '.join(map(str, ways))}" if len(ways) > 1 else _other_devices(parts, ranks, world)
-    for count, what in [(world, "devices that train together"), *((part.experts, "experts") for part in parts)]:
+    remedy = f"Use {_one_of(ways)}" if len(ways) > 1 else _other_devices(parts, ranks, world)
+    refused = f"trainer.strategy.experts={ranks} is not allowed because"
+    for count, name in [(world, "devices that train together"), *((part.experts, "experts") for part in parts)]:
         if count % ranks:
-            raise ConfigError(f"trainer.strategy.experts is {ranks}, but has to divide the {count} {what}: {remedy}")
+            raise ConfigError(f"{refused} it does not divide the {count} {name}. {remedy}.")
     raise ConfigError(
-        f"trainer.strategy.experts is {ranks}, so that {world // ranks} ranks have the same experts, which cannot "
-        f"divide their widths of {' and '.join(map(str, width_of_weights(parts)))}: {remedy}"
+        f"{refused} the {world // ranks} ranks with the same experts cannot divide their widths of "
+        f"{' and '.join(map(str, width_of_weights(parts)))}. {remedy}."
     )
 
 
+def _one_of(numbers: Sequence[int]) -> str:
+    return f"one of {', '.join(map(str, numbers))}"
+
+
 def _other_devices(parts: Sequence[Experts], ranks: int, world: int) -> str:
-    """What to say instead where so many devices cannot divide the experts: nearest to what was asked for."""
-    sentence = f"{world} devices can only leave experts undivided; say 1"
+    """Return the remedy where this number of devices cannot divide the experts: the nearest numbers that fit."""
+    sentence = "Use 1 (undivided experts)"
     fitting = [(ranks, n) for n in range(2, max(world, ranks) + 1) if ranks in ways_to_divide(parts, n)]
     if not fitting:
         fitting = [(ways[-1], n) for n in range(2, world) if len(ways := ways_to_divide(parts, n)) > 1]
     if not fitting:
         return sentence
     number, devices = fitting[-1]
-    return f"{sentence}, or take {devices} devices" + (f" and say {number}" if number != ranks else "")
+    return f"{sentence}, or {devices} devices" + (f" with {number}" if number != ranks else "")
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -327,8 +338,8 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     divides = strategy.get("context", 1) if isinstance(strategy, Mapping) else 1
     if context is not None and context != divides:  # the strategy has it from there, in trainer=context
         raise ConfigError(
-            f"trainer.context is {context}, but the trainer divides sequences among {divides}: say trainer=context, "
-            "and the number in trainer.context alone"
+            f"trainer.context={context} is not allowed because the trainer divides sequences among {divides}. Use "
+            f"trainer=context trainer.context={context}, without a number in trainer.strategy."
         )
     refuse_arguments(chosen)
     if chosen["max_steps"] > 0:
@@ -361,12 +372,15 @@ def refuse_arguments(chosen: Mapping[str, Any]) -> None:
             raise ConfigError(f"trainer.{name}={value!s:.40} is not allowed because {reason}.")
     interval, accelerator = chosen.get("val_check_interval"), chosen.get("accelerator")
     if type(interval) is not int:
-        raise ConfigError(f"trainer.val_check_interval is {interval!r:.40}, but has to be a whole number of steps")
+        raise ConfigError(
+            f"trainer.val_check_interval={interval!s:.40} is not allowed because it is not a number of steps. Use a "
+            "whole number, such as 100."
+        )
     if chosen.get("limit_train_batches") == 0:
-        raise ConfigError("trainer.limit_train_batches is 0, but then nothing is trained: leave it out")
+        raise ConfigError("trainer.limit_train_batches=0 is not allowed because nothing is trained. Leave it out.")
     if accelerator in ("mps", "tpu", "hpu", "xla"):
         raise ConfigError(
-            f"trainer.accelerator is {accelerator}, where nothing of this was tried: say cpu, gpu or auto"
+            f"trainer.accelerator={accelerator} is not allowed because it was never tried. Use cpu, gpu or auto."
         )
     if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
         raise ConfigError(
