@@ -1,4 +1,4 @@
-"""A model of a few lines that answers to the interface of ours, for tests of what is made of models' answers."""
+"""A model of a few lines with the interface of our models, for tests of code that uses a model's output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Bag(torch.nn.Module):
-    """The smallest model there is: what comes next depends on the sum of all before. Counts the tokens it reads."""
+    """A minimal model: its prediction depends on the sum of all previous tokens. It counts the tokens that it reads."""
 
     def __init__(self, vocabulary: int = 257) -> None:
         super().__init__()

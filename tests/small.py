@@ -87,7 +87,7 @@ def comparator(name: str, geometry: Geometry, **options) -> LanguageModel:
 
 
 def without_keys(node: dict) -> dict:
-    """A node without what is meant for Hydra."""
+    """Return a node without the keys for Hydra."""
     return {key: value for key, value in node.items() if not key.startswith("_")}
 
 
@@ -120,12 +120,12 @@ def cases() -> list[str]:
 
 
 def training_cases() -> list[str]:
-    """Those, and what differs in training alone."""
+    """Return ``cases`` and the variants that differ only in training."""
     return [*cases(), *choices("gsm", "indexer_training"), *choices("baseline", "indexer_training")]
 
 
 def choices(model: str, *slots: str) -> list[str]:
-    """The variants in these slots that the model does not have as it is."""
+    """Return the variants in these slots that are not the model's defaults."""
     defaults = OmegaConf.load(ROOT / "configs" / "model" / f"{model}.yaml").defaults
     has = {choice for one in defaults if not isinstance(one, str) for choice in one.items()}
     return [f"{model}-{slot}={name}" for slot in slots for name in variants(f"model/{slot}") if (slot, name) not in has]
@@ -155,7 +155,7 @@ MEMORIES = (
 
 
 def mostly_slow(cases: Iterable[Any], *quick: Any, mark: pytest.MarkDecorator = pytest.mark.slow) -> list[Any]:
-    """All of these as parameters of a test, of which the default command runs those that are quick.
+    """Return all cases as parameters of a test; the default command runs only the quick ones.
 
     A tuple stands for several parameters.
     """
@@ -166,7 +166,7 @@ def mostly_slow(cases: Iterable[Any], *quick: Any, mark: pytest.MarkDecorator = 
 
 
 def mostly_nightly(cases: Iterable[Any], *quick: Any) -> list[Any]:
-    """All of these as parameters of a test, of which every change runs those that are quick, and the night the rest."""
+    """Return all cases as parameters of a test; CI runs the quick ones, and the nightly run all."""
     return mostly_slow(cases, *quick, mark=pytest.mark.nightly)
 
 
@@ -221,7 +221,7 @@ def randomise(model: torch.nn.Module) -> None:
 
 
 def reads(writer: StateWriter) -> tuple[bool, bool]:
-    """Whether what a writer writes depends on the encoder's output, and on what stages retrieve."""
+    """Return whether a writer's entries depend on the encoder's output, and whether they depend on the retrieval."""
     encoded, increment = torch.randn(2, 1, 1, GEOMETRY.dim, dtype=torch.float64).requires_grad_()
     z = writer.fuse(encoded, (increment,))
     gradients = torch.autograd.grad(z.sum(), (encoded, increment), allow_unused=True)
@@ -234,7 +234,7 @@ def random_tokens(batch: int, length: int, seed: int = 1) -> Tensor:
 
 
 def assert_same(got: Tensor, want: Tensor, what: str, tolerance: float = 1e-9) -> None:
-    """Equal up to the tolerance, or a sentence that says where and by how much they are not."""
+    """Assert that two tensors are equal up to the tolerance; the error has their largest difference."""
     assert got.shape == want.shape, f"{what}: shapes {list(got.shape)} and {list(want.shape)} differ"
     error = (got - want).abs().max().item() if got.numel() else 0.0
     assert error <= tolerance, f"{what}: largest difference {error:.3e}, allowed {tolerance:.0e}"

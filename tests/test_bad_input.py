@@ -58,84 +58,126 @@ def yarn(**options):
 
 
 CASES = {
-    "token too large": (forward(tokens=TOKENS + 23), r"token id \d+ is out of range: the vocabulary has ids 0 to 22"),
-    "token below 0": (forward(tokens=TOKENS - 23), r"token id -\d+ is out of range: the vocabulary has ids 0 to 22"),
-    "empty prompt": (forward(tokens=TOKENS[:, :0]), r"at least one token, got an empty prompt of shape \[2, 0\]"),
-    "tokens without a batch": (forward(tokens=TOKENS[0]), r"tokens must be whole numbers of shape \[batch, length\]"),
-    "fractional tokens": (forward(tokens=TOKENS.double()), "tokens must be whole numbers"),
+    "token too large": (
+        forward(tokens=TOKENS + 23),
+        r"token id \d+ is not allowed because the vocabulary has 23 ids. Use ids from 0 to 22",
+    ),
+    "token below 0": (forward(tokens=TOKENS - 23), r"token id -\d+ is not allowed because the vocabulary has 23 ids"),
+    "empty prompt": (
+        forward(tokens=TOKENS[:, :0]),
+        r"tokens of shape \[2, 0\] are not allowed because they are an empty prompt",
+    ),
+    "tokens without a batch": (
+        forward(tokens=TOKENS[0]),
+        r"tokens of torch.int64 \[6\] .* whole numbers of shape \[batch, length\]",
+    ),
+    "fractional tokens": (
+        forward(tokens=TOKENS.double()),
+        "tokens of torch.float64 .* are not allowed because ids are whole numbers",
+    ),
     "documents of another length": (
         forward(documents=TOKENS[:, 1:]),
-        r"documents must have the shape of tokens, \[2, 6\]",
+        r"documents of shape \[2, 5\] are not allowed because tokens have the shape \[2, 6\]",
     ),
     "fractional targets": (
         forward(targets=TOKENS.double()),
-        "targets must be whole numbers on the device of tokens, cpu",
+        "targets of torch.float64 on cpu are not allowed. Use whole numbers on the device of tokens, cpu",
     ),
-    "fractional documents": (forward(documents=TOKENS.float()), "documents must be whole numbers .* got torch.float32"),
+    "fractional documents": (forward(documents=TOKENS.float()), "documents of torch.float32 on cpu are not allowed"),
     "fractional documents of a prompt": (
         prefill(TOKENS, start(2), documents=TOKENS.float()),
-        "documents must be whole numbers .* got torch.float32",
+        "documents of torch.float32 on cpu are not allowed",
     ),
     "fractional documents for an engine": (
         lambda: Engine(build("gsm-writer=additive"), batch=2, capacity=8).prefill(TOKENS, TOKENS.float()),
-        "documents must be whole numbers .* got torch.float32",
+        "documents of torch.float32 on cpu are not allowed",
     ),
-    "targets that are true or false": (forward(targets=TOKENS > 3), "targets must be whole numbers .* got torch.bool"),
-    "targets of another batch": (forward(targets=TOKENS[:1]), r"targets must have the shape of tokens, \[2, 6\]"),
+    "targets that are true or false": (forward(targets=TOKENS > 3), "targets of torch.bool on cpu are not allowed"),
+    "targets of another batch": (
+        forward(targets=TOKENS[:1]),
+        r"targets of shape \[1, 6\] are not allowed because tokens have the shape \[2, 6\]",
+    ),
     "a target that is no token": (
         forward(targets=TOKENS + 23),
-        r"target \d+ is out of range: the vocabulary has ids 0 to 22, or -100 to be left out",
+        r"target \d+ is not allowed .* Use ids from 0 to 22, or -100 to leave a position out",
     ),
-    "no rows": (forward(rows=0), "rows must lie between 1 and the 6 new positions, got 0"),
-    "too many rows": (forward(rows=7), "rows must lie between 1 and the 6 new positions, got 7"),
+    "no rows": (
+        forward(rows=0),
+        "rows=0 is not allowed for a call with 6 new positions. Use a number from 1 to 6; below 1 only",
+    ),
+    "too many rows": (
+        forward(rows=7),
+        "rows=7 is not allowed for a call with 6 new positions. Use a number from 1 to 6$",
+    ),
     "a memory of another batch": (
         forward(memory=start(3)),
-        r"memory is for a batch of 3, tokens have a batch of 2; use start\(batch=2\)",
+        r"memory for a batch of 3 is not allowed because tokens have a batch of 2. Use start\(batch=2\)",
     ),
     "a memory on another device": (
         forward(tokens=TOKENS.to("meta"), memory=start(2)),
-        r"memory lies on cpu, tokens on meta; move the model first, then start\(\)",
+        r"memory on cpu is not allowed because tokens are on meta. Use start\(\) after the model was moved",
     ),
-    "a capacity of nothing": (lambda: start(1, 0), "capacity must be at least 1, got 0"),
+    "a capacity of nothing": (lambda: start(1, 0), "capacity=0 is not allowed because it is below 1"),
     "a prompt longer than the capacity": (
         prefill(TOKENS, start(2, 5), chunk=2),
-        r"memory is full: its capacity is 5 tokens, 0 are used, and 6 more were given; use start\(capacity=6\) or more",
+        r"6 more tokens are not allowed because the memory is full: its capacity is 5 tokens, 0 .* start\(capacity=6\)",
     ),
     "a memory that is full": (
         prefill(TOKENS[:, :3], used(2, 8)),
-        "capacity is 8 tokens, 6 are used, and 3 more were given",
+        "3 more tokens are not allowed .* its capacity is 8 tokens, 6 are used",
     ),
     "generation beyond the capacity": (
         generate(TOKENS, new=3, capacity=7),
-        "capacity 7 does not hold a prompt of 6 tokens and 3 new ones; use capacity=8 or more",
+        "capacity=7 is not allowed because a prompt of 6 tokens and 3 new ones need 8. Use capacity=8 or more",
     ),
-    "generation of nothing": (generate(TOKENS, new=0), "max_new_tokens must be at least 1, got 0"),
-    "no prompts": (generate([]), "prompts must hold at least one prompt, got none"),
+    "generation of nothing": (generate(TOKENS, new=0), "max_new_tokens=0 is not allowed because it is below 1"),
+    "no prompts": (generate([]), r"prompts=\[\] is not allowed because a batch has at least one prompt"),
     "an empty prompt among others": (
         generate([TOKENS[0], TOKENS[0, :0]]),
-        r"prompts\[1\] must be 1-D, of whole numbers and not an empty prompt, got torch.int64 \[0\]",
+        r"prompts\[1\] of torch.int64 \[0\] is not allowed because a prompt is 1-D, of whole numbers and not empty",
     ),
     "prompts of different lengths after others": (
         prefill([TOKENS[0], TOKENS[1, :2]], used(2, None)),
         "prompts of different lengths are not allowed .* this memory has read 6 tokens",
     ),
-    "tokens of another library": (forward(tokens=TOKENS.numpy()), "tokens is a numpy.ndarray and must be a Tensor"),
-    "tokens in lists": (forward(tokens=[[1, 2]]), "tokens is a builtins.list and must be a Tensor"),
-    "documents of another library": (forward(documents=TOKENS.numpy()), "documents is a numpy.ndarray"),
-    "targets in lists": (forward(targets=[[1]]), "targets is a builtins.list"),
-    "a memory that is none": (forward(memory={}), "memory is a builtins.dict and must be a Memory; use start()"),
-    "half a row": (forward(rows=2.5), r"rows must be a whole number, got 2.5 \(float\)"),
-    "half a sequence": (lambda: start(2.5), "batch must be a whole number, got 2.5"),
-    "a capacity in words": (lambda: start(1, "9"), r"capacity must be a whole number, got '9' \(str\)"),
-    "a capacity beyond everything": (lambda: start(1, 10**15), r"capacity must be below 2\*\*31"),
-    "generation of half a token": (generate(TOKENS, new=2.5), "max_new_tokens must be a whole number, got 2.5"),
-    "a batch of nothing": (lambda: start(0), "batch must be at least 1, got 0"),
-    "memory expanded to nothing": (lambda: start(1).expand(0), "times must be at least 1, got 0"),
+    "tokens of another library": (
+        forward(tokens=TOKENS.numpy()),
+        "tokens of type numpy.ndarray is not allowed because it must be a Tensor",
+    ),
+    "tokens in lists": (
+        forward(tokens=[[1, 2]]),
+        "tokens of type builtins.list is not allowed because it must be a Tensor",
+    ),
+    "documents of another library": (
+        forward(documents=TOKENS.numpy()),
+        "documents of type numpy.ndarray is not allowed",
+    ),
+    "targets in lists": (forward(targets=[[1]]), "targets of type builtins.list is not allowed"),
+    "a memory that is none": (
+        forward(memory={}),
+        "memory of type builtins.dict is not allowed because it must be a Memory. Use start()",
+    ),
+    "half a row": (forward(rows=2.5), "rows=2.5 is not allowed because it is a float. Use a whole number"),
+    "half a sequence": (lambda: start(2.5), "batch=2.5 is not allowed because it is a float"),
+    "a capacity in words": (lambda: start(1, "9"), "capacity='9' is not allowed because it is a str"),
+    "a capacity beyond everything": (
+        lambda: start(1, 10**15),
+        "capacity=1000000000000000 is not allowed because it is above 2,147,483,647",
+    ),
+    "generation of half a token": (
+        generate(TOKENS, new=2.5),
+        "max_new_tokens=2.5 is not allowed because it is a float",
+    ),
+    "a batch of nothing": (lambda: start(0), "batch=0 is not allowed because it is below 1"),
+    "memory expanded to nothing": (
+        lambda: start(1).expand(0),
+        "times=0 is not allowed because a memory has at least one sequence",
+    ),
     "prefill in chunks of nothing": (
         prefill(TOKENS, start(2), chunk=0),
-        "chunk must be at least 1, got 0",
+        "chunk=0 is not allowed because it is below 1",
     ),
-    "generation from nothing": (generate(TOKENS[:, :0]), "got an empty prompt"),
+    "generation from nothing": (generate(TOKENS[:, :0]), "they are an empty prompt"),
     "stage past the encoder": (lambda: GSM(GEOMETRY, stages=[2, 6]), r"stages=.* \[6\] lie outside of layers 2 to 4"),
     "stage without a bank": (
         lambda: GSM(GEOMETRY, stages=[1]),
@@ -147,7 +189,7 @@ CASES = {
     "no bank": (geometry(bank_layers=[]), r"bank_layers=\[\] is not allowed"),
     "groups that do not divide": (geometry(output_groups=3), "output_groups=3 .* must divide heads=4"),
     "rotation wider than the index": (geometry(rotary_dim=8), "rotary_dim=8 .* must fit .* at most 6"),
-    "a width of nothing": (geometry(top_k=0), "top_k must be a whole number of at least 1, got 0"),
+    "a width of nothing": (geometry(top_k=0), "top_k=0 is not allowed because it must be a whole number of at least 1"),
     "decoder bank in the wrong place": (
         lambda: Baseline(replace(GEOMETRY, decoder_full=6)),
         "decoder_full=6 is not allowed .* first decoder layer, 5",
@@ -192,22 +234,25 @@ CASES = {
     ),
     "a memory of another batch to take over": (
         lambda: start(1, 30).load(start(2, 30)),
-        "memory for batch 2 and capacity 30 cannot be loaded into a memory for batch 1 and capacity 30",
+        "memory for batch 2 and capacity 30 is not allowed because this one has batch 1 and capacity 30",
     ),
     "a memory of another capacity to take over": (
         lambda: start(1, 30).load(start(1, 31)),
-        "cannot be loaded into a memory for batch 1 and capacity 30",
+        "memory for batch 1 and capacity 31 is not allowed because this one has batch 1 and capacity 30",
     ),
-    "a growing memory to take over": (lambda: start(1, 30).load(start(1)), "capacity None cannot be loaded"),
+    "a growing memory to take over": (lambda: start(1, 30).load(start(1)), "capacity None is not allowed"),
     "a growing memory that is to take over another": (
         lambda: start(1).load(start(1, 30)),
-        "a growing memory is never changed in place",
+        r"load\(\) into a growing memory is not allowed because it never changes",
     ),
     "negative temperature": (
         lambda: sample(torch.zeros(1, 3), -1.0),
-        r"temperature must be 0 \(greedy\) or more, got -1",
+        r"temperature=-1.0 is not allowed. Use 0 \(greedy\)",
     ),
-    "top_p of nothing": (lambda: sample(torch.zeros(1, 3), 1.0, 0.0), r"top_p must lie in \(0, 1\], got 0"),
+    "top_p of nothing": (
+        lambda: sample(torch.zeros(1, 3), 1.0, 0.0),
+        "top_p=0.0 is not allowed. Use a number above 0 and at most 1",
+    ),
 }
 
 
@@ -221,7 +266,9 @@ def test_the_error_says_what_is_wrong_and_what_is_right(case):
 @pytest.mark.parametrize("other", ["baseline-residual=mhc", "gsm-retriever=separate_indexer"])
 def test_a_memory_of_another_model_is_refused(other):
     memory, model = build(other).start(2), build("gsm-retriever=shared_topk")
-    with pytest.raises(ValueError, match="memory was made by another model, or by a model with other sizes"):
+    with pytest.raises(
+        ValueError, match="memory is not allowed because it was made by another model, or by a model with other sizes"
+    ):
         model(TOKENS, memory=memory)
 
 

@@ -1,4 +1,4 @@
-"""Comparators: stacks of any mixers, their row schedule, their parameters, and what they remember."""
+"""Comparators: stacks of any mixers, their row schedule, their parameters, and their memories."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def test_layers_repeat_over_the_depth():
         (["all", "window"] * 5, "it lists 10 mixers for 8 layers"),
     ],
 )
-def test_layers_and_mixers_that_do_not_fit_are_named(layers, said):
+def test_unknown_and_unused_mixers_are_named(layers, said):
     with pytest.raises(ValueError, match=said):
         DecoderOnly(GEOMETRY, mixers=MIXERS, layers=layers)
 
 
-def test_a_part_that_cannot_be_is_named():
+def test_an_invalid_argument_is_named():
     with pytest.raises(ValueError, match="key_value_heads=3 is not allowed because it must divide the 4 query heads"):
         KeyValue(GEOMETRY.shape(), 3)
     with pytest.raises(
@@ -79,7 +79,7 @@ def test_a_part_that_cannot_be_is_named():
         SlidingWindow(GEOMETRY.shape(), geometry=GEOMETRY, name="", window=0)
 
 
-def test_every_mixer_stands_in_a_model_whose_yaml_enrols_it_in_the_tests():
+def test_every_mixer_has_a_model_so_that_the_tests_cover_it():
     used = {type(block.attention) for name in comparators() for block in build(name).decoder}
     mixers = [variant("mixer", name)(GEOMETRY.shape(), geometry=GEOMETRY, name="") for name in variants("model/mixer")]
     assert {type(mixer) for mixer in mixers} <= used
@@ -146,7 +146,7 @@ def test_fast_implementations_and_references_make_the_same_model(case):
 
 @pytest.mark.parametrize("case", comparators())
 @torch.no_grad()
-def test_the_state_of_a_comparator_is_all_that_it_keeps(case):
+def test_the_state_of_a_comparator_is_its_whole_cache(case):
     model = build(case)
     memory = model.prefill(TOKENS[:1], model.start()).memory
     sizes = memory.breakdown()
@@ -168,7 +168,7 @@ def test_a_cache_grows_by_its_heads_and_a_window_does_not():
 
 @torch.no_grad()
 def test_a_decoded_token_does_not_depend_on_the_room_of_its_memory():
-    """The loops read what is filled: they ran, and more room, or room that grows, changes no bit."""
+    """The loops read only filled slots: a larger capacity, or a growing memory, changes no bit."""
     pytest.importorskip("numba")
     model = DecoderOnly(replace(GEOMETRY, entry_dim=16), mixers=MIXERS, layers=["window", "all"], residual=Plain)
     found = []
@@ -182,7 +182,7 @@ def test_a_decoded_token_does_not_depend_on_the_room_of_its_memory():
 
 @pytest.mark.parametrize("name", variants("model/mixer"))
 @torch.no_grad()
-def test_any_mixer_may_stand_in_yoco_s_self_decoder(name):
+def test_yoco_s_self_decoder_takes_any_mixer(name):
     """Every token of it is cached, whatever the mixer reaches: in chunks the same as at once."""
     model = build("yoco", self_decoder=variant("mixer", name), geometry=SHALLOW)
     kinds = {type(block.attention) for block in model.encoder}
@@ -256,7 +256,7 @@ def test_a_mixer_with_parameters_of_its_own_kind_is_counted_and_runs():
 
 
 @torch.no_grad()
-def test_an_implementation_may_be_forced_that_few_operations_have():
+def test_an_implementation_that_few_operations_have_can_be_forced():
     model = build("hybrid", residual=partial(HyperConnection, sinkhorn_rounds=3))
     want = model(TOKENS).logits
     for name, op in (("sdpa", "attend_range"), ("chunked", "delta_rule")):

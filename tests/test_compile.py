@@ -1,7 +1,7 @@
-"""A model that went through ``torch.compile`` has the loss and the gradients that it has without.
+"""A model has the same loss and gradients with ``torch.compile`` as without.
 
-PyTorch 2.11 compiles some operations into ones through which no gradient comes back, and says nothing
-(``gsm_kernels.device.handed_out``). Tracing does that: these tests generate no code, which takes minutes.
+PyTorch 2.11 silently compiles some operations into others without a gradient (``gsm_kernels.device.handed_out``). This
+happens in tracing, so these tests generate no code, which would take minutes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TRACED: dict[str, dict[str, Any]] = {
 def loss_and_gradients(
     model: torch.nn.Module, run: Callable[..., Any], device: str = "cpu"
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What is trained on, for two sequences of two documents, and the gradients of all parameters that get one."""
+    """Return the training loss for two sequences of two documents, and all gradients."""
     torch.manual_seed(0)  # of what is drawn in training
     tokens = random_tokens(2, LENGTH).to(device)
     documents = (torch.arange(LENGTH, device=device) >= LENGTH // 3).long().expand(2, -1)
@@ -73,8 +73,8 @@ def test_a_training_step_compiles_as_one_graph_and_changes_neither_loss_nor_grad
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(("name", "kinds"), [("gsm", 5), ("transformer", 2)])
 def test_compiled_block_by_block_blocks_of_a_kind_share_a_graph(name, kinds):
-    """A stack's first block is a kind of its own: copies of one stream come in. At nano, GSM's encoder has others with
-    a bank and with another's bank, and the rest of its decoder is alike."""
+    """A stack's first block is a separate kind, because its input streams are copies. At size nano, GSM's encoder also
+    has blocks with their own bank and with another block's bank; the other decoder blocks are one kind."""
     model = build_model(name, "nano", seed=0).train()
     names = model.state_dict().keys()
     loss, gradients = loss_and_gradients(model, model)

@@ -1,4 +1,4 @@
-"""The cost model against what the models do: products that PyTorch counts, entries that are seen."""
+"""The cost model compared with the models: products that PyTorch counts, entries that rows see."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def linear(parts: Parts) -> dict[str, int]:
 
 
 def naive_boundary(streams_BRXD, update_BRD, phi, bias, scale, rounds):
-    """Hyper-connections as three products; what lies between them is no product, and left out."""
+    """Return hyper-connections as three products, without the operations between them."""
     left, _ = naive_writing(streams_BRXD, update_BRD, phi)
     read_BRX = streams_BRXD.flatten(2) @ phi[: streams_BRXD.shape[2]].T
     return left, (read_BRX[:, :, None] @ left)[:, :, 0]
 
 
 def naive_writing(streams_BRXD, update_BRD, phi, *others):
-    """The same for a site that has read already: what is read for the next one, nobody asks for."""
+    """Return the products of a site that reads its own input, without the unused read for the next site."""
     count = streams_BRXD.shape[2]
     write, mix = (streams_BRXD.flatten(2) @ phi[count:].T).split((count, count * count), dim=-1)
     matrix = torch.cat([write[..., None], mix.unflatten(-1, (count, count))], dim=-1)
@@ -128,7 +128,7 @@ def without_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 
 def counted(model: LanguageModel, tokens: int, rows: int, before: int) -> dict[str, int]:
-    """What PyTorch's counter sees in one forward, by part; what no layer of weights owns are hyper-connections."""
+    """Return the FLOPs of one forward by PyTorch's counter, by part; all without a layer are hyper-connections."""
     ids = torch.zeros(1, before + tokens, dtype=torch.int64, device=model.embedding.weight.device)
     counter = FlopCounterMode(display=False)
     with torch.no_grad():
@@ -168,7 +168,7 @@ def predicted(parts: Parts) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("case", mostly_nightly(CASES, *MEMORIES, "baseline"))
-def test_products_with_weights_are_those_that_pytorch_counts(case: str, without_cores: None):
+def test_products_with_weights_equal_pytorch_s_count(case: str, without_cores: None):
     model = model_of(case)
     for tokens, rows, before in CALLS:
         want = predicted(cost(model).forward_flops(tokens, rows, before))
@@ -332,8 +332,8 @@ def test_the_sums_are_sums():
 
 
 @pytest.mark.parametrize("model", ["gsm", "transformer"])
-def test_a_part_that_says_nothing_of_its_cost_is_refused(model: str):
-    """Of a feed-forward that nobody has counted, or a mixer."""
+def test_a_part_without_a_cost_is_refused(model: str):
+    """The part is a feed-forward or a mixer without a cost method."""
     silent = build(model, feed_forward=lambda dim, hidden_dim: nn.Linear(dim, dim))
     with pytest.raises(ValueError, match=r"the cost of Linear is not known; give it a method products\(\)"):
         cost(silent)
@@ -345,8 +345,8 @@ def test_a_part_that_says_nothing_of_its_cost_is_refused(model: str):
         cost(silent)
 
 
-def test_a_pool_that_may_run_short_is_refused():
-    with pytest.raises(ValueError, match="a pool of 8 slots, .* hold fewer than top_k=3"):
+def test_a_pool_with_too_few_slots_is_refused():
+    with pytest.raises(ValueError, match="a candidate pool of 8 slots is not allowed .* hold fewer than top_k=3"):
         cost(build("baseline-pool"))
 
 

@@ -1,5 +1,5 @@
-"""Bytes of the cost model against what models do: bytes of real memories, parameters that a step touches, entries that
-its rows see."""
+"""Bytes of the cost model compared with the models: bytes of real memories, parameters that a step reads, and entries
+that its rows see."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Touched(TorchDispatchMode):
 
     @property
     def bytes(self) -> int:
-        """Of all parameters seen so far."""
+        """Bytes of all parameters that operations have read so far."""
         return sum(self.bytes_of[storage] for storage in self.seen)
 
 
@@ -113,7 +113,7 @@ def test_activations_are_those_of_the_stated_rule():
 
 @pytest.mark.parametrize("case", ["gsm-writer=additive", "baseline-residual=mhc", "hybrid", "yoco"])
 def test_a_prompt_in_chunks_computes_what_it_does_at_once(case: str):
-    """All products, to the last row, are those of one pass; what rows look at too."""
+    """All products and all entries that rows read equal those of one pass."""
     model = cost(build(case))
     at_once = model.forward_flops(4096, 1)
     for chunk in (64, 256, 1000):
@@ -137,7 +137,7 @@ def test_training_moves_three_forward_passes_and_the_optimiser():
     assert again["stages/activations"] == step["stages/activations"]
 
 
-def test_of_experts_few_rows_read_few():
+def test_few_rows_read_the_weights_of_few_experts():
     experts = ProductCost(multiply_adds=3 * 10, weights=100 + 8 * 10, routed=8 * 10, each=3 * 10)
     assert [experts.read(rows) for rows in (0, 1, 2, 3, 1000)] == [100, 130, 160, 180, 180]
 
@@ -198,8 +198,8 @@ def test_the_paper_estimates_the_attention_of_a_decoder():
 
 
 @pytest.mark.parametrize("tokens", [1 << 16, 1 << 20])
-def test_far_out_the_leading_terms_of_the_paper_are_ours(tokens: int):
-    """Of a baseline with a pool: N d_I for the operations, N d_KV for the entries, and none for GSM."""
+def test_at_long_lengths_the_leading_terms_equal_the_paper_s(tokens: int):
+    """For a baseline with a pool these are N d_I operations and N d_KV of entries; GSM has none."""
     model = large("baseline", "model.candidate_pool=true")
     assert isinstance(model, Baseline)
     exact, before, shape = cost(model), tokens // 2, model.geometry

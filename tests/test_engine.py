@@ -38,7 +38,7 @@ ALL_LENGTHS = Tapes(prompts=CudaGraphs.prompts, chunks=CudaGraphs.chunks, room=N
 
 
 class Counting:
-    """A recorder that counts what it records."""
+    """A recorder that counts its recordings."""
 
     def __init__(self, recorder: Any = ALL_LENGTHS):
         self.recorder, self.count = recorder, 0
@@ -153,7 +153,7 @@ CHANGES = (
 
 @pytest.mark.parametrize("change", CHANGES)
 @torch.no_grad()
-def test_what_has_changed_in_a_model_is_recorded_again(change):
+def test_a_changed_model_is_recorded_again(change):
     """Recordings went on with the old weights, or with memory that was free."""
     running, tokens = engine(SEPARATE, capacity=40), random_tokens(1, 20)
     running.prefill(tokens[:, :16])
@@ -188,7 +188,7 @@ def test_autocast_is_that_of_the_call():
 
 
 @pytest.mark.parametrize("change", [torch.nn.Module.float, lambda model: model.to("meta")])
-def test_a_model_of_another_dtype_or_place_is_refused(change):
+def test_a_model_moved_to_another_dtype_or_device_is_refused(change):
     running = engine(SEPARATE, capacity=40)
     running.decode(torch.tensor([1]))
     change(running.model)
@@ -231,7 +231,7 @@ def interrupted(call, number: int) -> int:
 
 @pytest.mark.parametrize("recorded", [True, False])
 @torch.no_grad()
-def test_an_interrupted_token_is_read_or_not_as_the_memory_says(recorded):
+def test_the_memory_counts_an_interrupted_token_only_if_it_was_read(recorded):
     """A memory was left half a token further."""
     model, tokens = build("gated_delta_net", geometry=SHALLOW), random_tokens(1, 4)
     running, token = Engine(model, capacity=40, graphs=recorded), torch.tensor([3])
@@ -296,12 +296,12 @@ def test_a_recorded_prefill_takes_documents(recorder):
 
 @pytest.mark.parametrize(("case", "recorded"), [(SEPARATE, 1), ("transformer", 0)])
 @torch.no_grad()
-def test_what_fills_a_prompt_up_takes_no_room(case, recorded):
+def test_padding_of_a_prompt_takes_no_room(case, recorded):
     running = engine(case, capacity=33)
     running.prefill(random_tokens(1, 17))
     assert (running.memory.used, running._recorder.count) == (17, recorded)
     read(running, random_tokens(1, 16))
-    with pytest.raises(ValueError, match="its capacity is 33 tokens, 33 are used, and 1 more were given"):
+    with pytest.raises(ValueError, match="1 more tokens are not allowed .* its capacity is 33 tokens, 33 are used"):
         running.decode(torch.zeros(1, dtype=torch.int64))
 
 
@@ -346,7 +346,7 @@ def test_warming_up_records_everything_that_would_be_recorded_later():
 
 @recorders
 @torch.no_grad()
-def test_a_prefix_that_was_kept_is_gone_on_from(recorder):
+def test_a_saved_prefix_can_be_continued(recorder):
     running = engine(SEPARATE, recorder, capacity=30)
     tokens = random_tokens(1, 30).to(running.device)
     memory = running.memory
@@ -364,9 +364,9 @@ def test_a_full_memory_is_refused_before_anything_is_written(graphs):
     running, tokens = Engine(build(SEPARATE, geometry=SHALLOW), capacity=20, graphs=graphs), random_tokens(1, 21)
     running.prefill(tokens[:, :18])
     before = running.memory.clone()
-    with pytest.raises(ValueError, match="capacity 20 does not hold .* 2 tokens and 2 new ones, after 18 used tokens"):
+    with pytest.raises(ValueError, match="capacity=20 is not allowed .* 2 tokens and 2 new ones after 18 used tokens"):
         next(running.stream(tokens[0, :2], 2))
-    with pytest.raises(ValueError, match="its capacity is 20 tokens, 18 are used, and 3 more were given"):
+    with pytest.raises(ValueError, match="3 more tokens are not allowed .* its capacity is 20 tokens, 18 are used"):
         running.prefill(tokens[:, :3])
     assert running.memory.used == 18
     for (kind, got), (_, want) in zip(_tensors(running.memory, ""), _tensors(before, ""), strict=True):
@@ -378,7 +378,7 @@ def test_a_full_memory_is_refused_before_anything_is_written(graphs):
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.9}])
 @pytest.mark.parametrize("graphs", [False, ALL_LENGTHS])
-def test_the_engine_writes_what_the_model_does(graphs, options):
+def test_the_engine_generates_the_same_ids_as_the_model(graphs, options):
     model, prompts = build(SEPARATE, geometry=SHALLOW), [random_tokens(1, length, seed=length)[0] for length in (3, 12)]
     running = Engine(model, batch=2, capacity=21, graphs=graphs)
     ids = [
@@ -389,7 +389,7 @@ def test_the_engine_writes_what_the_model_does(graphs, options):
 
 
 @torch.no_grad()
-def test_it_goes_on_from_what_it_has_read():
+def test_generation_continues_a_prefilled_prompt():
     model, tokens = build(SEPARATE, geometry=SHALLOW), random_tokens(1, 12)
     running = Engine(model, capacity=20)
     running.prefill(tokens[:, :8])
@@ -414,7 +414,7 @@ def test_the_smallest_temperature_and_top_p_take_the_likeliest():
         assert torch.equal(sample(logits, **options), logits.argmax(-1))
 
 
-def test_draws_are_those_of_multinomial_which_would_wait_for_the_device():
+def test_sampling_draws_as_multinomial_does_without_waiting_for_the_device():
     logits = torch.randn(50, 9)
     for seed in range(5):
         got = sample(logits, 0.7, generator=torch.Generator().manual_seed(seed))
@@ -424,7 +424,7 @@ def test_draws_are_those_of_multinomial_which_would_wait_for_the_device():
 
 
 @pytest.mark.parametrize("graphs", [False, ALL_LENGTHS])
-def test_what_is_made_in_inference_mode_works_outside_of_it(graphs):
+def test_an_engine_made_in_inference_mode_works_outside_of_it(graphs):
     with torch.inference_mode():
         running = Engine(build("gsm-writer=additive"), capacity=20, graphs=graphs)
         running.prefill([1, 2, 3])
@@ -456,7 +456,7 @@ def test_an_engine_needs_a_capacity():
 
 
 @torch.no_grad()
-def test_a_prefill_in_a_large_static_memory_does_not_look_at_slots_that_it_cannot_fill():
+def test_a_prefill_in_a_large_static_memory_does_not_read_slots_beyond_its_prompt():
     running = Engine(build("gsm-writer=additive"), capacity=1000)
     with record("encoder/*/bank") as seen:
         running.prefill(random_tokens(1, 10))
@@ -468,29 +468,35 @@ def test_a_prefill_in_a_large_static_memory_does_not_look_at_slots_that_it_canno
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda running: running.decode(torch.tensor([1, 2])), r"token_B must have the shape \[1\] of the batch"),
-        (lambda running: running.decode(torch.tensor([GEOMETRY.vocabulary])), "token id 23 is out of range"),
-        (lambda running: running.prefill([GEOMETRY.vocabulary]), "token id 23 is out of range"),
-        (lambda running: running.prefill([[1], [2]]), "memory is for a batch of 1, tokens have a batch of 2"),
-        (lambda running: running.prefill(torch.zeros(1, 0, dtype=torch.int64)), "got an empty prompt"),
-        (lambda running: running.generate([1], 0), "max_new_tokens must be at least 1, got 0"),
-        (lambda running: Engine(running.model, capacity=0), "capacity must be at least 1, got 0"),
-        (lambda running: Engine(running.model, capacity=9, chunk=0), "chunk must be at least 1, got 0"),
+        (
+            lambda running: running.decode(torch.tensor([1, 2])),
+            r"token_B of shape \[2\] is not allowed because the batch has 1 sequences",
+        ),
+        (lambda running: running.decode(torch.tensor([GEOMETRY.vocabulary])), "token id 23 is not allowed"),
+        (lambda running: running.prefill([GEOMETRY.vocabulary]), "token id 23 is not allowed"),
+        (
+            lambda running: running.prefill([[1], [2]]),
+            "memory for a batch of 1 is not allowed because tokens have a batch of 2",
+        ),
+        (lambda running: running.prefill(torch.zeros(1, 0, dtype=torch.int64)), "they are an empty prompt"),
+        (lambda running: running.generate([1], 0), "max_new_tokens=0 is not allowed"),
+        (lambda running: Engine(running.model, capacity=0), "capacity=0 is not allowed"),
+        (lambda running: Engine(running.model, capacity=9, chunk=0), "chunk=0 is not allowed"),
     ],
 )
 @pytest.mark.parametrize("graphs", [False, ALL_LENGTHS])
-def test_what_it_cannot_do_is_said(call, message, graphs):
+def test_wrong_arguments_are_refused_in_one_sentence(call, message, graphs):
     running = Engine(build("gsm-writer=additive"), capacity=40, graphs=graphs)
     with pytest.raises(ValueError, match=message):
         call(running)
     assert running.memory.used == 0
 
 
-# What a capture would refuse, found without a GPU: PyTorch's meta device has shapes and no values.
+# Finds operations that a capture would refuse, without a GPU: PyTorch's meta device has shapes and no values.
 
 
 class OneDevice(TorchDispatchMode):
-    """Fails where a tensor of the host meets those of the device: to get it there, the host would wait."""
+    """Fails for an operation on a tensor of the host: its copy to the device would make the host wait."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -501,7 +507,7 @@ class OneDevice(TorchDispatchMode):
 
 @pytest.mark.parametrize("case", SOME_QUICK)
 @torch.no_grad()
-def test_what_is_captured_neither_asks_the_device_nor_brings_anything_from_the_host(case):
+def test_a_captured_call_neither_synchronises_nor_copies_from_the_host(case):
     model = build(case, geometry=SHALLOW).to("meta")
     memory = model.start(2, capacity=64)
     token, tokens = (torch.zeros(2, length, dtype=torch.int64, device="meta") for length in (1, 16))
@@ -511,7 +517,7 @@ def test_what_is_captured_neither_asks_the_device_nor_brings_anything_from_the_h
         assert sample(logits_BV, 0.8, top_p=0.9).shape == (2,)
 
 
-def test_a_tensor_from_the_host_and_a_look_at_the_device_are_caught():
+def test_a_copy_from_the_host_and_a_synchronisation_are_caught():
     with OneDevice(), pytest.raises(AssertionError, match="has a tensor on cpu"):
         torch.zeros(2, device="meta") + torch.tensor(1.0)
     with OneDevice(), pytest.raises(RuntimeError, match="meta"):
@@ -524,7 +530,7 @@ def test_a_tensor_from_the_host_and_a_look_at_the_device_are_caught():
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ["gsm", "baseline", "transformer", "gated_delta_net"])
 @torch.no_grad()
-def test_in_bfloat16_graphs_compute_what_plain_calls_do(case):
+def test_in_bfloat16_graphs_compute_the_same_as_plain_calls(case):
     model = build(case).to("cuda", torch.bfloat16)
     graphs, plain = (Engine(model, batch=2, capacity=300, graphs=graphs) for graphs in (True, False))
     prompts, more = random_tokens(2, 130).cuda(), random_tokens(2, 150, seed=2).cuda()
@@ -536,7 +542,7 @@ def test_in_bfloat16_graphs_compute_what_plain_calls_do(case):
 
 @pytest.mark.gpu
 @torch.no_grad()
-def test_nobody_waits_for_the_device_while_it_generates():
+def test_generation_never_waits_for_the_device():
     running = Engine(build("gsm").to("cuda", torch.bfloat16), batch=2, capacity=60)
     running.warm_up()
     tokens, documents = left_pad([[1, 2, 3], [4] * W], "cuda")
@@ -552,7 +558,7 @@ def test_nobody_waits_for_the_device_while_it_generates():
 
 
 @pytest.mark.gpu
-def test_graphs_take_memory_for_one_call_and_not_for_each():
+def test_replays_reserve_no_more_memory():
     running = Engine(build("gsm").to("cuda", torch.bfloat16), capacity=1024)
     running.warm_up()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""A mixture of experts: where rows are sent, with what weight, and how the loads are evened out."""
+"""A mixture of experts: the destination and weight of each row, and the balancing of loads."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_weights_of_a_row_sum_to_the_route_scale(scale, monkeypatch):
     assert_same(weight_NK.sum(-1), torch.full((18,), scale), "weights", 1e-12)
 
 
-def test_a_bias_changes_what_is_chosen_and_no_weight(monkeypatch):
+def test_a_bias_changes_the_choice_of_experts_and_no_weight(monkeypatch):
     mixture, x_BRD = layer(), rows(2, 30)
     score_NE = mixture.router(x_BRD).flatten(0, 1)
     choices = []
@@ -84,7 +84,7 @@ def test_a_bias_changes_what_is_chosen_and_no_weight(monkeypatch):
     assert (choices[2] == 2).any(-1).all() and not (choices[0] == 2).any(-1).all()
 
 
-def test_biases_even_out_the_loads_of_rows_that_all_look_alike():
+def test_biases_balance_the_loads_of_similar_rows():
     mixture, x_BRD = layer(bias_step=0.02).train(), rows(1, 256) + 2 * rows(1, 1)
     mixture.nudges_E.zero_()
     busiest = []
@@ -95,7 +95,7 @@ def test_biases_even_out_the_loads_of_rows_that_all_look_alike():
     assert busiest[0] > 2 and max(busiest[-10:]) < 1.2, f"{busiest[0]:.2f} to {busiest[-1]:.2f}"
 
 
-def test_the_loss_evens_them_out_by_the_router_s_weights_alone():
+def test_the_loss_balances_loads_through_the_router_s_weights():
     mixture, x_BRD = layer(balance_weight=1.0).train(), rows(1, 256) + 2 * rows(1, 1)
     mixture.nudges_E.zero_()
     optimizer = torch.optim.SGD([mixture.router.weight], lr=2.0)
@@ -171,7 +171,7 @@ def test_under_autocast_scores_stay_wide_and_products_do_not():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does
-def test_it_compiles_into_one_graph_whatever_the_loads():
+def test_a_layer_compiles_into_one_graph_for_all_loads():
     mixture, x_BRD = layer().train(), rows(2, 9)
     torch.compiler.reset()
     compiled = torch.compile(mixture, fullgraph=True, backend="aot_eager")
@@ -189,10 +189,10 @@ def test_scores_far_below_zero_have_finite_gradients():
     assert mixture.router(x_BRD).min() < 1e-9 and x_BRD.grad.isfinite().all()
 
 
-def test_a_row_meets_as_many_weights_as_in_a_dense_one_and_the_router_s():
+def test_a_row_uses_as_many_weights_as_a_dense_feed_forward_and_the_router():
     mixture, dense = layer(), SwiGLU(DIM, HIDDEN)
     assert mixture.products().multiply_adds == dense.products().multiply_adds + EXPERTS * DIM
-    assert mixture.unmet() == (EXPERTS - CHOSEN) * 3 * DIM * HIDDEN // (CHOSEN + 1)
+    assert mixture.inactive_weights() == (EXPERTS - CHOSEN) * 3 * DIM * HIDDEN // (CHOSEN + 1)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_a_row_meets_as_many_weights_as_in_a_dense_one_and_the_router_s():
         ({"chosen": 4}, r"feed_forward_dim=12 is not allowed because the 5 experts of a row"),
     ],
 )
-def test_experts_that_cannot_be_are_named(options, said):
+def test_an_invalid_number_of_experts_is_named(options, said):
     with pytest.raises(ValueError, match=said):
         layer(**options)
 
@@ -223,7 +223,7 @@ def test_a_model_counts_every_row_once_however_often_it_runs(case):
         assert_same(again_gradients[name], gradient, f"gradient of {name}", 1e-12)
 
 
-def test_a_model_says_how_busy_its_experts_are_and_rebalances_each_layer_by_its_own():
+def test_a_model_reports_expert_loads_and_rebalances_each_layer_by_its_own():
     model, tokens = build(MOE).train(), random_tokens(2, 20)
     out = model(tokens)
     busiest = [float(out.metrics[f"expert_load/layer{i + 1}"]) for i in range(GEOMETRY.depth)]
@@ -240,7 +240,7 @@ def test_outside_of_training_nothing_is_counted():
     assert out.load_LE is None and "balance" not in out.losses and not out.metrics
 
 
-def test_the_balance_loss_reaches_routers_and_what_feeds_them_but_no_expert_of_the_last_layer():
+def test_the_balance_loss_has_a_gradient_in_routers_and_below_but_in_no_expert_of_the_last_layer():
     model, tokens = build(MOE).train(), random_tokens(2, 20)
     model(tokens).losses["balance"].backward()
     last = f"decoder.blocks.{GEOMETRY.decoder_layers - 1}.feed_forward"
@@ -252,7 +252,7 @@ def test_the_balance_loss_reaches_routers_and_what_feeds_them_but_no_expert_of_t
 
 
 class Routed(Bigram):
-    """The same with a layer of two experts, whose loads are told by the first token of a batch."""
+    """A bigram model with a layer of two experts; the first token of a batch sets their loads."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,18 +22,18 @@ CAPACITY, PROMPT, KEPT = 64, 8, 16
 MOST_GROWN = 4 << 20
 
 
-class Seen(NamedTuple):
-    """What a process has: resident bytes, and tensors that are alive."""
+class Usage(NamedTuple):
+    """The memory of a process: resident bytes, and number of live tensors."""
 
     resident: int
     tensors: int
 
 
-def seen() -> Seen:
-    """Of this process, after what is unreachable is gone."""
+def seen() -> Usage:
+    """Return the usage of this process after garbage collection."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return Seen(
+    return Usage(
         pages * os.sysconf("SC_PAGE_SIZE"), sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
     )
 
@@ -56,7 +56,7 @@ def generates(count: int) -> Callable[[], None]:
 
 
 def decodes(count: int) -> Callable[[], None]:
-    """One step of an engine after another; where its memory is full it goes on from a prefix that was kept, or anew."""
+    """Return one decoding step of an engine; with a full memory it continues from a saved prefix, or from the start."""
     model = small()
     engine = gsm.Engine(model, capacity=CAPACITY)
     prompt = torch.randint(model.vocabulary, (1, KEPT))
@@ -76,7 +76,7 @@ def decodes(count: int) -> Callable[[], None]:
 
 
 def watched(make: Callable[[int], Callable[[], None]], count: int, said: Any) -> None:
-    """In a child process: what it has after a tenth, and in the end."""
+    """Report, from a child process, its usage after a tenth of the steps and at the end."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     step, marks = make(count), []

@@ -30,7 +30,7 @@ CASES = ("gsm-retriever=shared_topk", "gsm-retriever=separate_indexer", "baselin
 
 
 def dense_scores(query_BRJI: Tensor, weight_BRJ: Tensor, key_BFI: Tensor, index_BRK: Tensor) -> Tensor:
-    """Index scores of all slots, of which the selected ones are taken."""
+    """Return the index scores of the selected slots, taken from the scores of all slots."""
     score_BRF = torch.einsum("brj,brjf->brf", weight_BRJ, torch.einsum("brji,bfi->brjf", query_BRJI, key_BFI).relu())
     return torch.where(index_BRK < 0, 0, score_BRF.gather(2, index_BRK.clamp(min=0)))
 
@@ -52,7 +52,7 @@ def dense_attend(query, window, position, width, sink, cos, sin, bank, index, bi
 
 
 def taught(case: str, **options) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss of a model whose indexers learn by score_bias, and all gradients."""
+    """Return the loss of a model with indexer_training=score_bias, and all gradients."""
     model, tokens = build(case, indexer_training=ScoreBias(), residual=Plain, **options).train(), random_tokens(2, 40)
     out = model(tokens, targets=tokens)
     assert not out.losses
@@ -73,7 +73,7 @@ def test_a_score_learns_as_if_it_were_part_of_the_logit(case, monkeypatch):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_nothing_else_computes_or_learns_otherwise(case):
+def test_score_bias_changes_no_output_and_no_other_gradient(case):
     tokens = random_tokens(2, 40)
     model = build(case, residual=Plain).train()
     loss = model(tokens, targets=tokens).loss
@@ -89,8 +89,8 @@ def test_nothing_else_computes_or_learns_otherwise(case):
     ("retriever", "teachers"),
     [("shared_topk", [0, 1, 1, 0, 1]), ("separate_indexer", [0, 1, 1, 2, 3]), ("random_topk", [0, 1, 1, -1, -1])],
 )
-def test_everyone_who_reads_a_selection_teaches_its_indexer(retriever, teachers, monkeypatch):
-    """Layers 2, 3 and 4, of which the last reuses what the third has selected, then the stages on layers 2 and 4."""
+def test_every_reader_of_a_selection_trains_its_indexer(retriever, teachers, monkeypatch):
+    """The readers are layers 2, 3 and 4, where 4 reuses the selection of 3, then the stages on layers 2 and 4."""
     attend, biases, read = reader.attend, [None], []
 
     def watched(*arguments):
@@ -152,7 +152,7 @@ DOCUMENTS = torch.tensor([[0] * 25 + [1] * 35, [0] * 41 + [1] * 12 + [-1] * 7]) 
 
 
 def watching(monkeypatch) -> list[dict]:
-    """The calls of ``indexer_kl`` that follow: the arguments, those of all rows where it was given a sample, and the
+    """Return a list that later calls of ``indexer_kl`` fill: arguments, arguments for all rows in case of a sample, and
     result."""
     calls, kl, sample, whole = [], indexer_training.indexer_kl, indexer_training.sample, []
 
@@ -223,7 +223,7 @@ def test_beyond_the_limit_the_loss_is_that_of_all_visible_slots_in_sampled_rows(
             assert grad.abs().max() > 0 and (grad - wanted).abs().max() < 1e-9
 
 
-def test_recall_is_measured_alike_when_only_selected_slots_teach(monkeypatch):
+def test_recall_is_the_same_when_only_selected_slots_train(monkeypatch):
     calls = watching(monkeypatch)
     _, out = trained("gsm-retriever=separate_indexer", beyond="selected")
     measured, learning = calls[::2], calls[1::2]
@@ -235,7 +235,7 @@ def test_recall_is_measured_alike_when_only_selected_slots_teach(monkeypatch):
 
 
 @pytest.mark.parametrize("beyond", ["sampled", "selected"])
-def test_a_sample_alone_teaches_slots_that_no_row_selects(beyond, monkeypatch):
+def test_only_a_sample_trains_slots_that_no_row_selects(beyond, monkeypatch):
     calls = watching(monkeypatch)
     trained("gsm-retriever=separate_indexer", beyond=beyond)
     for call in [call for call in calls if call["learns"]]:
@@ -248,7 +248,7 @@ def test_a_sample_alone_teaches_slots_that_no_row_selects(beyond, monkeypatch):
             assert (grad_BFI[~chosen_BF].abs().max() > 0) == (beyond == "sampled")
 
 
-def test_up_to_the_limit_nothing_depends_on_what_is_beyond():
+def test_up_to_the_limit_beyond_has_no_effect():
     tokens = random_tokens(2, LIMIT)
     losses = []
     for options in ({}, {"beyond": "selected"}, {"dense_limit": 4096}, {"sampled_rows": 1}):
@@ -322,8 +322,8 @@ def test_a_sample_holds_nothing_of_the_size_of_all_rows_times_slots():
 
 
 @pytest.mark.parametrize("count", [16, 1024, 4096])
-def test_runs_as_long_as_tiles_stand_behind_whole_tiles_of_padding(count):
-    """Which kernels leave out; shorter ones behind no more than their windows need."""
+def test_long_runs_follow_whole_tiles_of_padding(count):
+    """Kernels skip whole tiles of padding; short runs follow only the padding that their windows need."""
     call = long_call(8192)
     before = torch.where(indexer_training.sample(call, count)["position_BR"][0, : 8192 // RUNS] < 0, 1, 0)
     assert before.cumprod(0).sum() == (64 if count >= 1024 else call["width"] - 1)
@@ -342,7 +342,7 @@ def test_recomputing_activations_changes_no_gradient_of_a_sample():
         assert_same(grads[1][name], grad, f"gradient of {name}", 1e-12)
 
 
-def test_another_name_for_what_is_beyond_is_refused():
+def test_an_unknown_value_of_beyond_is_refused():
     with pytest.raises(
         ValueError, match=r"model\.indexer_training\.beyond='all' is not allowed. Use 'sampled' or 'selected'"
     ):

@@ -26,7 +26,7 @@ def only(*positions: int, batch: int = 1, length: int = T) -> torch.Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("writer", ["additive", "multi_slot", "delta"])
-def test_behind_the_block_the_model_is_itself_again(writer: str):
+def test_after_the_block_the_model_is_unchanged(writer: str):
     model, token_BT = build(f"gsm-writer={writer}"), random_tokens(1, T)
     before = model(token_BT).logits
     hooks = [module for module in model.modules() if module._forward_hooks]
@@ -73,7 +73,7 @@ def test_a_position_without_its_start_begins_from_zeros_whatever_the_decoder_sta
 
 @torch.no_grad()
 @pytest.mark.parametrize("writer", ["additive", "multi_slot", "delta"])
-def test_without_its_state_a_model_is_one_that_lacks_every_entry(writer: str):
+def test_without_its_state_a_model_computes_as_without_every_entry(writer: str):
     model, tokens = build(f"gsm-writer={writer}"), random_tokens(2, 20)
     with without_entries(model, torch.ones(2, 20, dtype=torch.bool), start=False):
         want = model(tokens).logits
@@ -83,7 +83,7 @@ def test_without_its_state_a_model_is_one_that_lacks_every_entry(writer: str):
 
 
 @torch.no_grad()
-def test_without_its_stages_a_model_writes_what_the_encoder_says():
+def test_without_its_stages_a_model_writes_the_encoder_s_output():
     model, token_BT = build("gsm-residual=plain"), random_tokens(2, T)
     with without_stages(model), gsm.record("state/*") as seen:
         model(token_BT)
@@ -109,7 +109,7 @@ def test_an_emptied_slot_is_empty_in_every_bank_and_the_others_are_not():
     assert torch.equal(whole["encoder/2/bank"][:, others], seen["encoder/2/bank"][:, others])
 
 
-def test_interventions_nest_and_a_stage_that_is_not_there_is_named():
+def test_interventions_nest_and_an_unknown_stage_is_named():
     model, token_BT = build("gsm-residual=plain"), random_tokens(1, T)
     with torch.no_grad(), without_stages(model):
         want = model(token_BT).logits
@@ -122,7 +122,7 @@ def test_interventions_nest_and_a_stage_that_is_not_there_is_named():
 
 
 @pytest.mark.parametrize("wait", [0, 3])
-def test_a_question_knows_where_its_needle_was_told(wait: int):
+def test_a_question_has_the_place_of_its_needle(wait: int):
     task = Needle(keys=8, values=7, fillers=6, pairs=3, gap=4, wait=wait)
     asked = ask(task, 40, 5)
     assert asked.row_N.shape == (15,)
@@ -136,7 +136,7 @@ def test_a_question_knows_where_its_needle_was_told(wait: int):
 
 
 class Oracle(torch.nn.Module):
-    """Answers what was told within so many tokens; else it says token 0, a key, which is no answer."""
+    """Answers with a value from the last ``memory`` tokens; otherwise with token 0, which is a key and never right."""
 
     def __init__(self, memory: int):
         super().__init__()
@@ -164,7 +164,7 @@ def test_a_needle_map_shows_how_far_a_model_remembers(memory: int):
 
 
 @pytest.mark.parametrize("what", ["entries", "retrieved", "slots"])
-def test_a_needle_test_takes_away_different_things_of_equal_number(what: str):
+def test_a_needle_test_removes_equally_many_named_and_other_places(what: str):
     model, asked = build("gsm-retriever=dense"), ask(TASK, T, 3)
     found = needle_test(model, asked, what, count=2)
     place_NK, other_NK = found.named.place_NK, found.named.other_NK
@@ -180,7 +180,7 @@ def test_a_needle_test_takes_away_different_things_of_equal_number(what: str):
         needle_test(model, asked, what, count=50)
 
 
-def test_a_stage_test_takes_each_stage_away_by_itself_and_then_all():
+def test_a_stage_test_removes_each_stage_and_then_all():
     model, asked = build("gsm-residual=plain"), ask(TASK, T, 3)
     found = stage_test(model, asked)
     assert list(found) == ["nothing removed", "stage 1", "stage 2", "all stages"]

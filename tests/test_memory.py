@@ -42,7 +42,7 @@ def model_of(case: str) -> LanguageModel:
 
 @st.composite
 def documents(draw: st.DrawFn, length: int) -> list[int]:
-    """Ids of one sequence: padding on the left now and then, then documents of random lengths, whose ids may return."""
+    """Ids of one sequence: sometimes padding on the left, then documents of random lengths; an id may occur again."""
     ids = [-1] * draw(st.sampled_from((0, 0, 1, length // 2)))
     while len(ids) < length:
         ids += [draw(st.integers(0, 2))] * draw(st.sampled_from((length, 1, 2, W, M, 2 * M)))

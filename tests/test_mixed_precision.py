@@ -38,7 +38,7 @@ def test_streams_are_in_half_precision_and_logits_near_those_of_float32(case):
     ("case", "capacity"), [*((case, LENGTH) for case in MEMORIES), ("gsm", None), ("transformer", None)]
 )
 @torch.no_grad()
-def test_prefill_and_decoding_give_what_the_full_forward_gives(case, capacity):
+def test_prefill_and_decoding_equal_the_full_forward(case, capacity):
     model, tokens = build(case, geometry=SHALLOW).float(), random_tokens(2, LENGTH)
     with half():
         full = model(tokens).logits.float()

@@ -32,8 +32,11 @@ def touched(gradient) -> bool:
 
 
 def unread(model) -> str:
-    """A pattern for the parameters behind what the model's writer does not read: the stages, or the encoder's output,
-    which the last layer makes (its normed input and its window are also read by the stage that stands on it)."""
+    """Return a pattern for the parameters that have no effect because the model's writer does not read their output.
+
+    These are the stages, or the parts of the last layer that only its output depends on. (Its stage also reads its
+    normed input and its window.)
+    """
     last = SHALLOW.encoder_layers - 1
     behind = (rf"encoder\.blocks\.{last}\.(?!attention_norm|attention\.window)", r"aggregation\.")
     read = reads(model.writer) if isinstance(model, GSM) else (True, True)
@@ -67,13 +70,13 @@ def test_the_first_mixing_matrix_cannot_learn_because_all_streams_are_equal():
 
 
 @pytest.mark.parametrize(("case", "learns"), [("gsm", False), ("gsm-decoder_start=streams", True)])
-def test_the_decoder_s_first_mixing_matrix_learns_where_streams_enter_that_are_not_equal(case, learns):
+def test_the_decoder_s_first_mixing_matrix_learns_if_its_input_streams_differ(case, learns):
     by_loss = gradients(build(case))["decoder.blocks.0.attention_residual.phi"][0]
     assert (by_loss[8:].abs().max() > 1e-6 * by_loss[:8].abs().max()) == learns
 
 
 @torch.no_grad()
-def test_a_stage_asks_with_what_enters_its_layer_or_with_what_leaves_it():
+def test_a_stage_s_query_comes_from_its_layer_s_input_or_output():
     """Behind the last layer that is e."""
     asked = {}
     for case in ("gsm", "gsm-stage_input=after_layer"):
@@ -88,7 +91,7 @@ def test_a_stage_asks_with_what_enters_its_layer_or_with_what_leaves_it():
 
 
 @torch.no_grad()
-def test_what_stages_retrieve_leaves_the_decoder_s_residual_alone_where_the_encoder_s_streams_go_on():
+def test_retrieval_does_not_enter_the_decoder_s_residual_if_it_starts_from_the_encoder_s_streams():
     changed = {}
     for case in ("gsm", "gsm-decoder_start=streams"):
         model, tokens, entered = build(case), random_tokens(1, 9), []
@@ -110,7 +113,7 @@ def test_encoder_only_with_stages_equals_no_stages():
     assert_same(with_stages(tokens).logits, without(tokens).logits, "encoder_only against no stages")
 
 
-def test_a_separate_indexer_forced_to_the_layers_choice_equals_shared_topk(monkeypatch):
+def test_a_separate_indexer_with_the_layer_s_selection_equals_shared_topk(monkeypatch):
     from gsm.layers.search import Selection
     from gsm.slots.retriever.separate_indexer import SeparateIndexer
 
@@ -215,13 +218,13 @@ def test_breakdown_counts_every_reachable_storage_once():
     assert memory.nbytes() == sum(reachable.values())
 
 
-def test_variants_can_be_built_without_any_configuration():
+def test_variants_can_be_built_without_a_configuration():
     model = GSM(GEOMETRY, retriever=variant("retriever", "separate_indexer"), state_size=9, stages=[3])
     assert model.state_size == 9 and model.aggregation.layers == (3,)
 
 
 @pytest.mark.parametrize("block", [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
-def test_logits_asked_for_behind_a_block_are_those_of_the_call(block):
+def test_logits_computed_after_a_block_use_the_modes_of_the_call(block):
     """They raised PyTorch's own errors, or had a gradient."""
     model, tokens = build("transformer").float(), random_tokens(1, 6)
     with block():
@@ -240,17 +243,17 @@ def test_a_model_from_the_meta_device_has_one_weight_for_embedding_and_head(assi
         model.load_state_dict(state | {"head.weight": state["head.weight"] + 1})
 
 
-def test_a_memory_of_inference_mode_is_refused_where_gradients_are_recorded():
+def test_a_memory_of_inference_mode_is_refused_while_gradients_are_recorded():
     model, tokens = build("transformer"), random_tokens(1, 6)
     with torch.inference_mode():
         memory = model(tokens, memory=model.start()).memory
-    with pytest.raises(ValueError, match="memory was made in torch.inference_mode"):
+    with pytest.raises(ValueError, match="memory made in torch.inference_mode"):
         model(tokens, memory=memory)
 
 
 # torch's own tracer instantiates autograd.Function, and torch warns about that.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_a_compiled_model_takes_a_memory_that_grows():
+def test_a_compiled_model_takes_a_growing_memory():
     model, tokens = build("transformer"), random_tokens(1, 12)
     compiled = torch.compile(model, backend="eager")
     with torch.no_grad():

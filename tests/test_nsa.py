@@ -39,20 +39,20 @@ def turned(x_C: Tensor, position: int, mixer: NSA, inverse: bool = False) -> Ten
 
 
 def compressed(mixer: NSA, raw_MC: Tensor, enter, leave, place_MC: Tensor) -> Tensor:
-    """What the tokens of a block become, from their vectors before rotation."""
+    """Return the compressed vector of a block, from its tokens' vectors before rotation."""
     hidden_C = sum(F.silu(enter.weight @ x_C + p_C) for x_C, p_C in zip(raw_MC, place_MC, strict=True))
     return leave.weight @ hidden_C / mixer.block**0.5
 
 
 def attended(query_C: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Softmax attention of one query; 0 to nothing."""
+    """Return softmax attention of one query; 0 without keys."""
     if not keys:
         return torch.zeros_like(query_C)
     return F.softmax(torch.stack(keys) @ query_C / len(query_C) ** 0.5, dim=0) @ torch.stack(values)
 
 
 def written_out(mixer: NSA, x_TD: Tensor) -> tuple[Tensor, list[list[set[int]]]]:
-    """What NSA makes of one document, and the blocks that each row selects for each group of heads."""
+    """Return NSA's output for one document, and the blocks that each row selects for each group of heads."""
     query_THC = mixer.query(x_TD[None])[0][0]
     heads, width = query_THC.shape[1:]
     groups, m = mixer.key_value.heads, mixer.block
@@ -93,7 +93,7 @@ def written_out(mixer: NSA, x_TD: Tensor) -> tuple[Tensor, list[list[set[int]]]]
 
 
 def of_one_document(mixer: NSA, x_BTD: Tensor, rows: int) -> Tensor:
-    """What a mixer gives that remembers nothing."""
+    """Return the output of a mixer without a memory."""
     span = Span(torch.arange(x_BTD.shape[1]).expand(len(x_BTD), -1), rows=rows)
     return mixer(x_BTD, span, forgetful(mixer.start(len(x_BTD), "decoder")), None)[0]
 
@@ -131,7 +131,7 @@ def test_heads_of_a_group_choose_the_blocks_with_most_weight_and_those_that_are_
 
 
 @torch.no_grad()
-def test_a_token_that_is_far_away_counts_through_its_block_alone_if_at_all():
+def test_a_distant_token_affects_a_row_only_through_its_block():
     """With every gate but that of the selected branch closed, a token of a block that is not chosen changes nothing."""
     mixer = nsa(block=4, blocks=4)
     x_TD = torch.randn(LENGTH, GEOMETRY.dim, dtype=torch.float64)
@@ -144,12 +144,12 @@ def test_a_token_that_is_far_away_counts_through_its_block_alone_if_at_all():
     assert (seen["decoder/1/window/weights"] > 0).sum(-1).eq(GEOMETRY.window).all()
 
 
-def test_as_many_blocks_are_selected_as_hold_the_size_s_top_k():
+def test_the_default_blocks_hold_the_size_s_top_k_tokens():
     assert nsa().blocks == 4 and nsa(replace(GEOMETRY, top_k=17)).blocks == 6
 
 
 @torch.no_grad()
-def test_every_token_is_kept_once_and_every_block():
+def test_every_token_and_every_block_is_stored_once():
     model = build("nsa").to(torch.bfloat16)
     entry, layers = 2 * GEOMETRY.entry_dim * 2, GEOMETRY.depth  # one key and one value head in bfloat16
     memory = model(random_tokens(1, 20), memory=model.start()).memory
@@ -185,7 +185,7 @@ def test_the_library_chooses_the_same_blocks():
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.filterwarnings("ignore::ImportWarning")
-def test_the_library_attends_likewise_to_compressed_blocks():
+def test_the_library_computes_the_same_attention_to_compressed_blocks():
     pytest.importorskip("fla.ops")
     from fla.ops.nsa.naive import naive_nsa_compression
 

@@ -1,4 +1,4 @@
-"""Taps are free until somebody records, and then say exactly what passed by."""
+"""Taps cost nothing without a recording, and a recording has exactly the tensors of the call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Tapped(nn.Module):
         return doubled + 1
 
 
-def test_a_recording_holds_what_passed_by() -> None:
+def test_a_recording_holds_the_tensors_of_its_taps() -> None:
     x = torch.randn(2, 3)
     with gsm.record() as seen:
         Tapped()(x)
@@ -28,7 +28,7 @@ def test_a_recording_holds_what_passed_by() -> None:
     assert torch.equal(seen["layer/1/doubled"], x * 2)
 
 
-def test_nothing_is_made_or_kept_while_nobody_listens() -> None:
+def test_unused_taps_compute_and_store_nothing() -> None:
     with gsm.record() as seen:
         pass
     Tapped()(torch.ones(1))
@@ -36,7 +36,7 @@ def test_nothing_is_made_or_kept_while_nobody_listens() -> None:
     assert not seen
 
 
-def test_what_no_pattern_asks_for_is_not_made() -> None:
+def test_taps_that_match_no_pattern_are_not_computed() -> None:
     with gsm.record("stage/*", "layer/?/doubled") as seen:
         Tapped()(torch.ones(1))
         tap("decoder/weights", lambda: pytest.fail("made although nobody asked"))
@@ -54,7 +54,7 @@ def test_recordings_nest() -> None:
     assert len(outer.all("layer/1/weights")) == 3
 
 
-def test_every_call_is_kept_in_order_and_the_last_is_at_hand() -> None:
+def test_a_recording_has_every_call_in_order_and_returns_the_last() -> None:
     with gsm.record() as seen:
         for step in range(3):
             tap("state", torch.tensor(step))
@@ -62,7 +62,7 @@ def test_every_call_is_kept_in_order_and_the_last_is_at_hand() -> None:
     assert int(seen["state"]) == 2
 
 
-def test_a_memory_overwritten_later_does_not_change_what_was_seen() -> None:
+def test_later_writes_to_a_memory_do_not_change_a_recording() -> None:
     ring = torch.zeros(2, requires_grad=True)
     with gsm.record() as seen, torch.no_grad():
         tap("ring", ring)
@@ -79,7 +79,7 @@ def test_detach_false_keeps_the_graph() -> None:
     assert torch.equal(gradient, torch.ones(2))
 
 
-def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+def test_an_unknown_name_raises_an_error_with_the_recorded_names() -> None:
     with gsm.record() as seen:
         tap("stage/1/weights", torch.ones(1))
     for ask in (seen.__getitem__, seen.all):
@@ -94,7 +94,7 @@ def test_a_recording_ends_when_its_block_raises() -> None:
     assert not seen
 
 
-def test_threads_neither_see_nor_change_the_calls_of_others() -> None:
+def test_recordings_and_patches_do_not_affect_other_threads() -> None:
     """A patch once changed the calls of a server beside it, and recordings mixed."""
 
     def call(number: int) -> Tensor:
@@ -117,7 +117,7 @@ def test_taps_leave_no_trace_in_a_compiled_graph() -> None:
     assert torch.equal(compiled(x), Tapped()(x))
 
 
-def test_a_compiled_model_can_be_recorded_where_its_graph_may_break() -> None:
+def test_a_compiled_model_can_be_recorded_if_graph_breaks_are_allowed() -> None:
     x = torch.randn(2, 3)
     compiled = torch.compile(Tapped(), backend="aot_eager")
     compiled(x)

@@ -33,7 +33,7 @@ def test_another_device_of_a_command_is_refused(device: str):
         usable(device)
 
 
-def test_a_model_refuses_tokens_that_are_elsewhere(monkeypatch: pytest.MonkeyPatch):
+def test_a_model_refuses_tokens_on_another_device(monkeypatch: pytest.MonkeyPatch):
     """The CPU plays the untried device."""
     model = build("gsm")
     monkeypatch.setattr(checks, "DEVICES", ("cuda",))

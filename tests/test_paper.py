@@ -155,7 +155,7 @@ def test_gsm_without_stages_computes_the_equations():
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
-def test_writers_that_write_otherwise_compute_their_equations(changes, lengths):
+def test_other_writers_compute_their_equations(changes, lengths):
     documents = packed(lengths)
     assert_same_logits(tiny_gsm(residual="plain", **changes), some_tokens(len(documents)), documents)
 
@@ -191,8 +191,8 @@ def test_other_readers_compute_their_equations_whatever_the_writer(changes, writ
     ],
     ids=lambda changes: "-".join(changes.values()),
 )
-def test_every_reading_of_what_the_paper_leaves_open_computes_its_equations(changes, lengths, residual):
-    """A layer of every kind: both stages, the last of them on the last layer, whose output is e."""
+def test_every_choice_for_an_open_point_computes_its_equations(changes, lengths, residual):
+    """There is a layer of every kind, and two stages; the second is on the last layer, and the output of that is e."""
     documents = packed(lengths)
     geometry = tiny_gsm(residual=residual, decoder_layers=2, **changes)
     assert_same_logits(geometry, some_tokens(len(documents)), documents)
@@ -208,7 +208,7 @@ def test_hyper_connections_of_two_passes_compute_their_equations(model, lengths)
 @pytest.mark.parametrize(
     "change", [{"stage_input": "after_layer"}, {"decoder_start": "streams"}, {"residual": "mhc_two_pass"}], ids=str
 )
-def test_no_reading_of_an_open_point_computes_what_another_does(change):
+def test_choices_for_an_open_point_compute_different_outputs(change):
     """All parameters are the same, by name and shape, so that only the equations can differ."""
     tokens, logits = torch.tensor([some_tokens(6)]), []
     weights = random_weights(tiny_gsm())

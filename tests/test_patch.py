@@ -1,5 +1,5 @@
-"""What a patch gives is what the model goes on with, at every tap and in every mode; what it leaves alone stays as it
-was, bit for bit."""
+"""The model continues with the replacement of a patch, at every tap and in every mode. All else is unchanged, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ IDLE = {
     "gsm-writer=retrieval_only": {"state/e", "encoder/3/weights"},
     "gsm-residual=mhc_two_pass": {"decoder/start"},
 }
-# Taps of what a call hands on to the next, and not to what comes later in the same one.
+# Taps of tensors that affect only the next call, and nothing later in the same call.
 HANDED_ON = re.compile(r"(encoder|decoder)/\d+/state")
 
 
 def taps(model: LanguageModel, token_BT: Tensor) -> dict[str, Tensor]:
-    """What a call shows, by name."""
+    """Return the tensors of all taps of a call, by name."""
     with torch.no_grad(), gsm.record() as seen:
         model(token_BT)
     return dict(seen)
 
 
 def step(model: LanguageModel, token_BT: Tensor) -> list[Tensor]:
-    """The loss of a step, and all gradients; what is drawn in training is drawn alike."""
+    """Return the loss of a training step and all gradients. Each step draws the same random numbers."""
     torch.manual_seed(0)
     model.zero_grad()
     out = model(token_BT, targets=token_BT.roll(-1, 1))
@@ -70,7 +70,7 @@ def read(model: LanguageModel, token_BT: Tensor, capacity: int | None, chunk: in
 
 
 @pytest.mark.parametrize("case", mostly_nightly(training_cases(), *QUICK, "gsm-indexer_training=score_bias"))
-def test_a_patch_that_gives_back_what_it_gets_changes_nothing(case: str):
+def test_an_identity_patch_changes_nothing(case: str):
     """Bit for bit, also in gradients; attention weights alone, which no kernel forms, in the last digits."""
     model, token_BT = build(case, geometry=SHALLOW), random_tokens(2, T)
     names = taps(model, token_BT)
@@ -84,7 +84,7 @@ def test_a_patch_that_gives_back_what_it_gets_changes_nothing(case: str):
 
 
 @pytest.mark.parametrize("case", mostly_nightly(training_cases(), *QUICK))
-def test_what_comes_after_a_tap_depends_on_what_its_patch_gives_and_gradients_flow_through_the_function(case: str):
+def test_later_tensors_depend_on_the_replacement_and_gradients_flow_through_the_function(case: str):
     """Every tap is scaled by a number of its own, and the output has a gradient for each number."""
     model, token_BT = build(case, geometry=SHALLOW), random_tokens(2, T)
     whole, seen = model(token_BT).logits, taps(model, token_BT)
@@ -103,8 +103,8 @@ def test_what_comes_after_a_tap_depends_on_what_its_patch_gives_and_gradients_fl
 @torch.no_grad()
 @pytest.mark.parametrize("case", mostly_nightly(MEMORIES, *QUICK))
 @pytest.mark.parametrize("capacity", [None, T + 3])
-def test_read_in_pieces_a_patch_by_position_is_the_one_of_the_whole(case: str, capacity: int | None):
-    """What stands at a position is scaled by a function of it, or a selection dropped there: at every tap at once."""
+def test_a_patch_by_position_gives_the_same_result_in_chunks(case: str, capacity: int | None):
+    """Patches at all taps scale tensors by a function of the position, or drop the selection of odd positions."""
     model, token_BT = build(case, geometry=SHALLOW), random_tokens(2, T)
     whole = model(token_BT).logits[:, -7:]
     names = [name for name in taps(model, token_BT) if name != FIXED and not HANDED_ON.fullmatch(name)]
@@ -117,7 +117,7 @@ def test_read_in_pieces_a_patch_by_position_is_the_one_of_the_whole(case: str, c
 
 
 def by_position(name: str, seen: dict[str, Tensor], model: LanguageModel) -> Callable[[Tensor], Tensor]:
-    """A patch whose scale is a function of the position, or of the slot, of what stands there."""
+    """Return a function that scales each place of a tap by a function of its position or slot."""
 
     def function(x: Tensor) -> Tensor:
         position_BT, kind = seen[FIXED], name.rpartition("/")[2]
@@ -138,7 +138,7 @@ def by_position(name: str, seen: dict[str, Tensor], model: LanguageModel) -> Cal
 
 
 @torch.no_grad()
-def test_what_a_recurrent_layer_is_left_with_is_what_the_next_call_goes_on_from():
+def test_a_patched_recurrent_state_is_the_start_of_the_next_call():
     model, token_BT = build("delta_net"), random_tokens(1, T)
     half = model(token_BT[:, :9], memory=model.start())
     with gsm.patch("decoder/*/state", torch.zeros_like):
@@ -152,7 +152,7 @@ def test_what_a_recurrent_layer_is_left_with_is_what_the_next_call_goes_on_from(
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", ["gsm", "gsm-writer=multi_slot", "gsm-state_reader=separate_kv"])
-def test_weights_of_zero_are_an_attention_that_brings_nothing(case: str):
+def test_attention_weights_of_zero_give_an_output_of_zero(case: str):
     model, token_BT = build(case, geometry=SHALLOW), random_tokens(2, T)
     with without_state(model):
         want = model(token_BT).logits
@@ -168,7 +168,7 @@ def test_weights_of_zero_are_an_attention_that_brings_nothing(case: str):
 @pytest.mark.parametrize(
     "case, layer", [("gsm", "encoder/2"), ("gsm", "decoder/4"), ("transformer", "decoder/4"), ("yoco", "decoder/4")]
 )
-def test_weight_on_what_a_row_does_not_see_brings_nothing(case: str, layer: str):
+def test_weights_of_invisible_entries_are_ignored(case: str, layer: str):
     """On the sink, on entries before the document, on slots that are not selected, on tokens to come."""
     model, token_BT = build(case, geometry=SHALLOW), random_tokens(1, 9)
     documents = torch.tensor([[0] * 4 + [1] * 5])
@@ -188,8 +188,8 @@ def test_weight_on_what_a_row_does_not_see_brings_nothing(case: str, layer: str)
 
 
 @torch.no_grad()
-def test_a_replaced_selection_is_the_one_that_is_read():
-    """By the stage alone, and by all that take over what a layer has selected; seen by whoever records, too."""
+def test_attention_reads_the_replaced_selection():
+    """The stage reads it, and so do all parts that reuse a layer's selection; a recording has the replacement."""
     shared, none = (
         build("gsm", geometry=SHALLOW),
         build("gsm", geometry=SHALLOW, retriever=variant("retriever", "window_only")),
@@ -222,7 +222,7 @@ def test_a_selection_of_slots_that_a_row_may_not_see_is_refused():
             model(token_BT)
 
 
-def test_positions_are_refused_and_may_be_given_back():
+def test_a_patch_of_positions_must_return_them_unchanged():
     model, token_BT = build("gsm", geometry=SHALLOW), random_tokens(1, T)
     with gsm.patch("*", lambda x: x):
         model(token_BT)
@@ -234,7 +234,7 @@ def test_positions_are_refused_and_may_be_given_back():
     "wrong, gives",
     [(lambda x: x[:, 1:], r"float64 \[1, 16, 8\]"), (lambda x: x.float(), "float32"), (lambda x: None, "a NoneType")],
 )
-def test_what_is_not_like_the_tap_is_refused(wrong: Callable, gives: str):
+def test_a_replacement_of_another_shape_dtype_or_device_is_refused(wrong: Callable, gives: str):
     model, token_BT = build("gsm", geometry=SHALLOW), random_tokens(1, T)
     with (
         pytest.raises(
@@ -246,7 +246,7 @@ def test_what_is_not_like_the_tap_is_refused(wrong: Callable, gives: str):
     assert torch.isfinite(model(token_BT).logits).all()
 
 
-def test_a_name_that_no_tap_has_is_answered_with_those_that_were_met():
+def test_an_unknown_name_raises_an_error_with_the_taps_of_the_calls():
     model, token_BT = build("gsm", geometry=SHALLOW), random_tokens(1, T)
     with (
         pytest.raises(KeyError, match=r"'stage/entries' in these calls; they have: .*state/entries"),
@@ -259,7 +259,7 @@ def test_a_name_that_no_tap_has_is_answered_with_those_that_were_met():
 
 @torch.no_grad()
 @pytest.mark.parametrize("capacity", [None, T])
-def test_a_function_may_write_to_what_it_gets_and_the_memory_stays_as_it_was_read(capacity: int | None):
+def test_a_function_may_modify_its_argument_without_changing_the_memory(capacity: int | None):
     model, token_BT = build("gsm", geometry=SHALLOW), random_tokens(1, T)
     want = read(model, token_BT, capacity)
     names = ("state/entries", "encoder/*/bank", "encoder/*/window")
@@ -276,7 +276,7 @@ def test_a_function_may_write_to_what_it_gets_and_the_memory_stays_as_it_was_rea
 
 
 @torch.no_grad()
-def test_patches_nest_from_the_outside_and_a_recording_sees_what_the_model_goes_on_with():
+def test_inner_patches_get_outer_results_and_a_recording_has_the_final_replacement():
     x = torch.ones(2)
     with (
         gsm.record() as outer,
@@ -296,7 +296,7 @@ def test_patches_nest_from_the_outside_and_a_recording_sees_what_the_model_goes_
 
 
 @torch.no_grad()
-def test_a_patch_of_one_model_leaves_others_alone():
+def test_a_patch_of_one_model_does_not_change_other_models():
     one, other, token_BT = build("gsm", geometry=SHALLOW), build("gsm", geometry=SHALLOW, seed=1), random_tokens(1, T)
     want = [model(token_BT).logits for model in (one, other)]
     with without_state(one):
@@ -305,7 +305,7 @@ def test_a_patch_of_one_model_leaves_others_alone():
 
 
 @torch.no_grad()
-def test_a_patch_of_a_model_that_is_never_called_is_no_silent_one():
+def test_a_patch_of_a_model_that_is_never_called_is_an_error():
     one, other, token_BT = build("gsm", geometry=SHALLOW), build("gsm", geometry=SHALLOW, seed=1), random_tokens(1, T)
     with pytest.raises(ValueError, match="never the model of the patch"), gsm.patch("hidden", abs, one):
         other(token_BT)
@@ -314,8 +314,8 @@ def test_a_patch_of_a_model_that_is_never_called_is_no_silent_one():
 
 
 @pytest.mark.parametrize("around", [torch.compile, torch.nn.DataParallel, torch.nn.Sequential])
-def test_what_was_put_around_a_model_is_refused_in_its_place(around: Callable):
-    """Its calls are those of the model inside, so that nothing would have been patched."""
+def test_a_wrapper_of_a_model_is_refused_as_the_model(around: Callable):
+    """A wrapper's calls are calls of the model inside, so the patch would change nothing."""
     wrapper = around(build("gsm", geometry=SHALLOW))
     with (
         pytest.raises(TypeError, match=f"{type(wrapper).__name__} is not allowed .* the model before torch.compile"),
@@ -326,7 +326,7 @@ def test_what_was_put_around_a_model_is_refused_in_its_place(around: Callable):
 
 @torch.no_grad()
 @pytest.mark.parametrize("capacity", [None, T])
-def test_of_what_a_bank_keeps_the_latent_alone_is_kept_as_it_was_patched(capacity: int | None):
+def test_a_bank_stores_a_patched_latent_but_no_other_patched_tensor(capacity: int | None):
     model, token_BT = build("gsm", geometry=SHALLOW), random_tokens(1, T)
 
     def kept(*names: str) -> Tensor:
@@ -338,7 +338,7 @@ def test_of_what_a_bank_keeps_the_latent_alone_is_kept_as_it_was_patched(capacit
     assert not kept("encoder/2/latent").any()
 
 
-def test_a_model_that_recomputes_has_the_gradients_of_what_it_computed():
+def test_gradients_of_a_patched_model_with_recomputation_match_its_forward():
     """Backward stands behind the block, where a second forward would find no patch."""
     token_BT, gradients = random_tokens(2, T), []
     for recompute in (False, True):
@@ -352,7 +352,7 @@ def test_a_model_that_recomputes_has_the_gradients_of_what_it_computed():
 
 
 @torch.no_grad()
-def test_an_engine_that_has_recorded_its_calls_makes_plain_ones_for_a_patch():
+def test_an_engine_with_recordings_makes_plain_calls_inside_a_patch():
     model, token_BT = build("gsm", geometry=SHALLOW), random_tokens(1, 16 + 4)
     engine = gsm.Engine(model, capacity=32, graphs=Tapes(prompts=16))
 
@@ -372,7 +372,7 @@ def test_an_engine_that_has_recorded_its_calls_makes_plain_ones_for_a_patch():
 
 
 @torch.no_grad()
-def test_an_engine_shows_every_token_to_whoever_records():
+def test_a_recording_sees_every_token_of_an_engine():
     model, token_BT = build("gsm", geometry=SHALLOW), random_tokens(1, 8)
     engine = gsm.Engine(model, capacity=8)
     read = [engine.decode(token_B).clone() for token_B in token_BT[:, :4].unbind(1)]
@@ -382,7 +382,7 @@ def test_an_engine_shows_every_token_to_whoever_records():
     assert_same(torch.stack(read, dim=1), model(token_BT).logits, "recorded and plain")
 
 
-def test_a_compiled_model_can_be_patched_where_its_graph_may_break():
+def test_a_compiled_model_can_be_patched_if_graph_breaks_are_allowed():
     class Tapped(torch.nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             doubled, replaced = tap("doubled", x * 2), tap("half", lambda: x / 2)

@@ -1,4 +1,4 @@
-"""Parts of a clean call put into a corrupted one bring back what they carry, and no more."""
+"""Tensors of a clean call, put into a corrupted call, restore the information that they carry, and no more."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_corrupted_text_differs_in_the_value_of_the_needle_that_is_asked_for()
 
 
 @pytest.mark.parametrize("case", ["gsm", "gsm-residual=mhc_two_pass", "gsm-writer=multi_slot"])
-def test_all_that_a_model_is_given_brings_the_whole_answer_back(case: str):
+def test_replacing_embedding_decoder_input_or_output_restores_the_whole_answer(case: str):
     model, pair = build(case), patching.corrupted(ask(TASK, T, 2), TASK)
     parts = {"embedding": "embedding", "into the decoder": INTO_DECODER, "out": "hidden", "indexers": "*/top_k"}
     parts["what the calls have in common"] = "position"
@@ -42,14 +42,14 @@ def test_all_that_a_model_is_given_brings_the_whole_answer_back(case: str):
     assert 0.1 < abs(found["indexers"] - 1) < 1, "what is selected is not yet what stands there"
 
 
-def test_one_place_is_put_in_at_a_time_and_none_where_there_is_none():
+def test_one_place_is_replaced_at_a_time():
     model, pair = build("gsm"), patching.corrupted(ask(TASK, T, 2), TASK)
     offsets = [-50, 0, 1, 50]
     found = patching.by_place(model, pair, ["embedding"], pair.told_N, offsets)["embedding"]
     assert found == {-50: 0.0, 0: 0.0, 1: 1.0, 50: 0.0}, "the calls differ in the token behind the key alone"
 
 
-def test_where_both_calls_are_answered_alike_there_is_nothing_to_restore():
+def test_equal_answers_of_both_calls_leave_nothing_to_restore():
     pair = patching.corrupted(ask(TASK, T, 2), TASK)
     with pytest.raises(ValueError, match=r"alike: log p\(right\) - log p\(wrong\) is .* in both"):
         patching.by_part(build("gsm"), replace(pair, corrupted_NT=pair.clean_NT), {"out": "hidden"})
@@ -65,7 +65,7 @@ def test_questions_follow_the_model_to_its_device():
 
 
 def test_the_packaged_model_has_the_answer_in_the_slot_of_the_value():
-    """And hands it on in the entry of the key."""
+    """The state entry of the key then carries it on."""
     model, data = load(paths.trained()["needle_handed_on"])
     pair = patching.corrupted(ask(data.task, data.context, 1), data.task)
     slots = patching.by_place(model, pair, ["encoder/2/latent"], (pair.told_N + 1) // 2, [-1, 0, 1])

@@ -1,5 +1,7 @@
-"""What may influence what (oracle 2). One path shares its mistakes in all three ways; changing an input shows them at
-once."""
+"""Which inputs may change which outputs (oracle 2).
+
+Training, prefill and decoding share one path and so its mistakes. A changed input shows them.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def test_a_token_beyond_all_windows_reaches_the_last_logits(case):
 
 @pytest.mark.parametrize("case", SHORT)
 @torch.no_grad()
-def test_nothing_is_changed_from_beyond_the_reach_of_a_model_but_from_within(case):
+def test_a_token_changes_outputs_within_the_reach_of_a_model_and_none_beyond(case):
     model = build(case, geometry=SHALLOW)
     tokens = random_tokens(1, model.reach + 5)
     copies = each_changed(tokens, range(8))  # of which the last token but `reach` is number 4
@@ -76,7 +78,7 @@ def test_packed_documents_equal_each_document_alone(case):
 
 @pytest.mark.parametrize("case", ["gsm-writer=additive", "baseline-residual=mhc"])
 @torch.no_grad()
-def test_an_id_that_comes_back_is_another_document(case):
+def test_a_repeated_document_id_is_another_document(case):
     model, tokens = build(case, geometry=SHALLOW), random_tokens(1, 24)
     again = torch.tensor([[0] * 8 + [1] * 8 + [0] * 8])
     apart = torch.tensor([[0] * 8 + [1] * 8 + [2] * 8])

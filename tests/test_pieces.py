@@ -1,4 +1,4 @@
-"""Sequences that are divided among ranks: what all of them compute together is what one computes."""
+"""Sequences that are divided among ranks: all ranks together compute the same as one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def batch_of(length: int, documents: str) -> Batch:
 
 
 def compare(case: str, batch: Batch, group: dist.ProcessGroup, **options: Any) -> None:
-    """On a rank: outputs, losses, expert loads and gradients of all ranks together are those of one."""
+    """On a rank: outputs, losses, expert loads and gradients of all ranks together equal those of one process."""
     model = build(case, geometry=SHALLOW, **options).train()
     for part in model.modules():
         if isinstance(part, Raven):
@@ -85,14 +85,14 @@ def compare(case: str, batch: Batch, group: dist.ProcessGroup, **options: Any) -
 
 
 def gradients(model: LanguageModel) -> dict[str, Tensor]:
-    """Those that there are; none are left behind."""
+    """Return all gradients, and delete them from the model."""
     found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     model.zero_grad(set_to_none=True)
     return found
 
 
 def over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum."""
+    """Return the sum over the ranks."""
     x = x.detach().clone()
     dist.all_reduce(x, group=group)
     return x
@@ -116,7 +116,7 @@ def compare_all(
 
 # 40 tokens are pieces of 10 for two ranks; 41 are pieces of 11 and 6, with padding; of 13 among four some are padding.
 @pytest.mark.parametrize("world", TWO_OR_THREE)
-def test_ranks_together_compute_what_one_computes(processes: Any, world: int):
+def test_ranks_compute_together_the_same_as_one(processes: Any, world: int):
     cases = ["gsm", "baseline-pool", MOE, "gated_delta_net"]
     assert ranks.together(processes, world, compare_all, cases, [41], ["packed", "padded"]) == [0] * world
 
@@ -127,14 +127,16 @@ def test_ranks_together_compute_what_one_computes(processes: Any, world: int):
     ("world", "length", "documents"),
     mostly_nightly([(2, 41, "padded"), (3, 40, "packed"), (4, 13, "one")], (3, 40, "packed")),
 )
-def test_so_they_do_with_every_variant_of_every_part(processes: Any, world: int, length: int, documents: str):
+def test_ranks_compute_the_same_as_one_with_every_variant_of_every_part(
+    processes: Any, world: int, length: int, documents: str
+):
     arguments = (training_cases(), [length], [documents])
     assert ranks.together(processes, world, compare_all, *arguments) == [0] * world
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", mostly_nightly([True, "selective"], True))
-def test_blocks_may_be_computed_again(processes: Any, recompute: bool | str):
+def test_blocks_can_be_recomputed(processes: Any, recompute: bool | str):
     cases, options = ["gsm", "baseline", MOE, "hybrid", "kda"], {"recompute": recompute}
     assert ranks.together(processes, 3, compare_all, cases, [41], DOCUMENTS, options) == [0] * 3
 
@@ -142,7 +144,7 @@ def test_blocks_may_be_computed_again(processes: Any, recompute: bool | str):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", mostly_nightly(["gsm", MOE, "baseline-feed_forward=moe", "gated_delta_net"], MOE))
 @pytest.mark.parametrize("world", mostly_nightly([2, 4], 4))  # 4: two groups of two, each with sequences of its own
-def test_they_train_as_one_does(processes: Any, tmp_path: Path, case: str, world: int):
+def test_ranks_train_as_one_does(processes: Any, tmp_path: Path, case: str, world: int):
     assert ranks.together(processes, 1, ranks.trained, case, "auto", tmp_path, 5) == [0]
     given = {"context": 2}
     arguments = (case, "fsdp", tmp_path, 5, torch.float64, False, given)
@@ -154,7 +156,7 @@ def test_they_train_as_one_does(processes: Any, tmp_path: Path, case: str, world
 
 
 def read_together(case: str, length: int, documents: str, capacity: int | None, before: int) -> None:
-    """On a rank: a prompt that several ranks read leaves memory and answer that one leaves, and what follows."""
+    """On a rank: after several ranks read a prompt, memory, logits and later tokens equal those of one process."""
     assert dist.group.WORLD is not None
     model, given = build(case, geometry=GEOMETRY), batch_of(length, documents)
     tokens, document_BT = given["tokens"], given["documents"]
@@ -194,7 +196,7 @@ def read_all(cases: Sequence[str], *settings: tuple[int, str, int | None, int]) 
 
 
 @pytest.mark.parametrize("world", TWO_OR_THREE)
-def test_a_prompt_may_be_read_by_several(processes: Any, world: int):
+def test_several_ranks_can_read_a_prompt(processes: Any, world: int):
     cases = ["gsm", "baseline-pool", "gated_delta_net"]
     settings = itertools.product([90], ["one", "packed"], [None, 100], [0, 7])
     assert ranks.together(processes, world, read_all, cases, *settings) == [0] * world
@@ -206,12 +208,14 @@ def test_a_prompt_may_be_read_by_several(processes: Any, world: int):
     ("world", "settings"),
     [(2, [(90, "packed", 100, 7), (41, "one", None, 0)]), (3, [(90, "one", 100, 0), (41, "packed", None, 7)])],
 )
-def test_so_it_may_with_every_memory(processes: Any, world: int, settings: list[tuple[int, str, int | None, int]]):
+def test_several_ranks_read_a_prompt_into_every_kind_of_memory(
+    processes: Any, world: int, settings: list[tuple[int, str, int | None, int]]
+):
     assert ranks.together(processes, world, read_all, MEMORIES, *settings) == [0] * world
 
 
 def counted(cases: Sequence[str], length: int) -> None:
-    """On a rank: what ranks have sent in forward and backward is what the cost says, to the byte."""
+    """On a rank: the bytes that ranks send in forward and backward equal the cost model's exactly."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     group = dist.group.WORLD
     assert group is not None
@@ -236,13 +240,13 @@ def counted(cases: Sequence[str], length: int) -> None:
 
 
 @pytest.mark.parametrize("world", TWO_OR_THREE)
-def test_what_ranks_send_is_what_the_cost_says(processes: Any, world: int):
+def test_ranks_send_the_bytes_of_the_cost_model(processes: Any, world: int):
     cases = ["gsm", "gsm-retriever=separate_indexer", "baseline", "transformer", "gated_delta_net", "nsa"]
     assert ranks.together(processes, world, counted, cases, 41) == [0] * world
 
 
 def sampled(case: str) -> None:
-    """On a rank: rows of a sample see what stands before their piece, as all rows do."""
+    """On a rank: rows of a sample see entries before their piece, as all rows do."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     group = dist.group.WORLD
     assert group is not None
@@ -272,12 +276,12 @@ def sampled(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["gsm", pytest.param("baseline", marks=pytest.mark.nightly)])
-def test_a_sample_of_rows_sees_what_stands_before_its_piece(processes: Any, case: str):
+def test_a_sample_of_rows_sees_entries_before_its_piece(processes: Any, case: str):
     assert ranks.together(processes, 2, sampled, case) == [0, 0]
 
 
-def test_the_limit_of_the_dense_loss_is_compared_with_the_tokens_that_there_are(processes: Any):
-    """Of 40 tokens three ranks have six pieces of 7: these 42 rows are beyond a limit of 40, the tokens are not."""
+def test_the_limit_of_the_dense_loss_applies_to_the_whole_length(processes: Any):
+    """Three ranks split 40 tokens into six pieces of 7 rows: 42 rows exceed a limit of 40, but the tokens do not."""
     options = {"indexer_training": KL(dense_limit=40, sampled_rows=8)}
     assert ranks.together(processes, 3, compare_all, ["gsm"], [40], ["one", "packed"], options) == [0] * 3
 
@@ -296,7 +300,7 @@ def measured_first(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["gsm", pytest.param("gated_delta_net", marks=pytest.mark.nightly)])
-def test_what_a_validation_has_made_serves_training(processes: Any, case: str):
+def test_a_length_first_seen_in_validation_can_be_trained(processes: Any, case: str):
     assert ranks.together(processes, 2, measured_first, case) == [0, 0]
 
 
@@ -309,7 +313,7 @@ def refused() -> None:
     assert tokens is not None
     wrong, memory = tokens.clone(), model.start(2, 100)
     wrong[0, 70] = 99
-    with pytest.raises(ValueError, match="token id 99 is out of range"):
+    with pytest.raises(ValueError, match="token id 99 is not allowed"):
         context.prefill(model, wrong, memory)
     with patch.object(model, "_read", side_effect=MemoryError), pytest.raises(MemoryError):
         context.prefill(model, tokens, memory)
@@ -318,5 +322,5 @@ def refused() -> None:
     dist.destroy_process_group()
 
 
-def test_a_prompt_that_cannot_be_read_is_refused_by_all_and_leaves_nothing(processes: Any):
+def test_all_ranks_refuse_an_invalid_prompt_and_read_nothing(processes: Any):
     assert ranks.together(processes, 2, refused) == [0, 0]

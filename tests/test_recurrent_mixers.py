@@ -44,7 +44,7 @@ def mixer_of(name: str, **knobs) -> Recurrence:
 
 
 def build(name: str) -> DecoderOnly:
-    """A comparator whose layers are all of this kind."""
+    """Build a comparator with one kind of layer."""
     mixers = {name: variant("mixer", name)}
     model = DecoderOnly(GEOMETRY, mixers=mixers, layers=[name], query_rank=GEOMETRY.query_rank, residual=Plain).double()
     randomise(model)
@@ -55,7 +55,7 @@ def build(name: str) -> DecoderOnly:
 
 
 def written_out(mixer: Recurrence, x_TD: Tensor) -> Tensor:
-    """What a mixer makes of one document, from its parameters."""
+    """Return a mixer's output for one document, computed from its parameters."""
     if isinstance(mixer, SlotMemory):
         return slots_written_out(mixer, x_TD)
     if isinstance(mixer, Mamba3):
@@ -114,7 +114,7 @@ def slots_written_out(mixer: SlotMemory, x_TD: Tensor) -> Tensor:
 
 
 def routed(mixer: Raven, x_D: Tensor) -> Tensor:
-    """What Raven leaves of each slot, one by one."""
+    """Return the decay factor of each of Raven's slots, computed one by one."""
     score_HM = torch.sigmoid(mixer.router(x_D)).view(mixer.heads, mixer.slots)
     step_H = torch.log1p(torch.exp(mixer.decay(x_D) + mixer.decay_bias))
     left_HM = torch.ones_like(score_HM)
@@ -167,7 +167,7 @@ KNOBS = [(name, {}) for name in NAMES] + [
 
 
 def alone(mixer, x_BTD, span):
-    """What a mixer gives that remembers nothing."""
+    """Return the output of a mixer without a memory."""
     update_BRD, _ = mixer(x_BTD, span, forgetful(mixer.start(len(x_BTD), "decoder")), None)
     return update_BRD
 
@@ -183,7 +183,7 @@ def test_a_mixer_equals_its_equations(name, knobs):
 
 
 @torch.no_grad()
-def test_a_token_of_raven_leaves_the_slots_alone_that_it_has_not_chosen_and_noise_tries_others():
+def test_a_token_of_raven_changes_only_its_chosen_slots_and_noise_chooses_others():
     mixer, x_BTD = mixer_of("raven", top_k=2), torch.randn(3, 20, GEOMETRY.dim, dtype=torch.float64)
     share_BTHM = mixer.route(x_BTD)
     assert ((share_BTHM > 0).sum(-1) == 2).all()
@@ -196,8 +196,8 @@ def test_a_token_of_raven_leaves_the_slots_alone_that_it_has_not_chosen_and_nois
 
 
 @torch.no_grad()
-def test_mamba_3_goes_on_from_any_token_and_starts_anew_with_a_document():
-    """Of a memory too, whose state knows no angle: one call, calls of any length, and documents alone agree."""
+def test_mamba_3_continues_from_any_token_and_resets_at_each_document():
+    """One call, calls of any length, and separate documents agree, although the stored state has no angle."""
     mixer, x_BTD = mixer_of("mamba3"), torch.randn(1, LENGTH, GEOMETRY.dim, dtype=torch.float64)
     position_BT = torch.cat([torch.arange(17), torch.arange(LENGTH - 17)])[None]
     whole = alone(mixer, x_BTD, Span(position_BT, rows=LENGTH))
@@ -233,7 +233,7 @@ def test_delta_product_of_one_step_is_delta_net():
         ("mamba3", {"rotated": 3}, "rotated=3 is not allowed. Use an even number from 2 to the 8 channels"),
     ],
 )
-def test_a_knob_that_cannot_be_is_named(name, knobs, message):
+def test_an_invalid_argument_is_named(name, knobs, message):
     with pytest.raises(ValueError, match=message):
         mixer_of(name, **knobs)
 
@@ -255,7 +255,7 @@ def test_a_fresh_gated_head_forgets_at_the_rates_of_mamba_2(name):
 
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_a_memory_is_as_large_as_it_will_ever_be(name):
+def test_a_memory_has_its_full_size_from_the_start(name):
     model = build(name).to(torch.bfloat16)
     inner, layers = GEOMETRY.heads * GEOMETRY.entry_dim, GEOMETRY.depth
     steps = model.decoder.blocks[0].attention.steps
@@ -278,13 +278,13 @@ def test_a_memory_is_as_large_as_it_will_ever_be(name):
 @torch.no_grad()
 def test_a_memory_fits_no_model_of_other_widths():
     memory = build("delta_net").start()
-    with pytest.raises(ValueError, match="memory was made by another model"):
+    with pytest.raises(ValueError, match="it was made by another model"):
         build("delta_product")(random_tokens(1, 3), memory=memory)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_the_state_can_be_looked_at_and_its_parameters_are_reported(name):
+def test_the_state_has_a_tap_and_its_parameters_are_reported(name):
     model = build(name)
     with record("decoder/*/state") as seen:
         model(random_tokens(2, 5))

@@ -153,7 +153,7 @@ def test_it_says_what_was_asked_what_differs_and_how_to_do_it_again(experiment: 
     hydra(experiment, ["experiment=recall", "size=nano"])
     compare(str(experiment))
     text = Page(experiment / "comparison.html").text
-    assert "How much can each model recall, and how many bytes does it keep for that?" in text
+    assert "How much can each model recall, and how many bytes does it store for that?" in text
     assert "model paper control" in text and "model.width 3 4" in text
     assert "model.depth 2 2" not in text and "arm paper control" not in text, "what is alike or follows from the arm"
     assert "python train.py experiment=recall size=nano" in text

@@ -1,4 +1,4 @@
-"""Retrievers that are told what to read: nothing, anything, everything. (That all modes agree: test_three_ways.)"""
+"""Retrievers without a search: they select no, random or all entries. (test_three_ways compares modes.)"""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gsm.costs.model import cost
 from gsm.layers.search import Selection
 from gsm.models.schedule import local_reach
 from gsm.slots.retriever.base import Retriever
-from gsm.slots.retriever.random_topk import LAST, draw, mixed
+from gsm.slots.retriever.random_topk import NO_ENTRY, draw, mixed
 
 ROWS = mixed(torch.arange(4000))[None]
 
 
 def drawn(model, tokens, documents=None, stage=1):
-    """What a stage has selected."""
+    """Return the slots that a stage selects."""
     with torch.no_grad(), gsm.record(f"stage/{stage}/top_k") as seen:
         model(tokens, documents=documents)
     return seen[f"stage/{stage}/top_k"]
@@ -36,7 +36,7 @@ def randomly(seed: int):
     return build("gsm-writer=additive", retriever=partial(retriever, seed=seed))
 
 
-def test_every_entry_and_every_pair_is_drawn_as_often_as_another():
+def test_all_entries_and_all_pairs_are_drawn_equally_often():
     slots, k = 20, 5
     chosen = draw(ROWS, torch.full_like(ROWS, slots), slots, k)
     member = torch.zeros(ROWS.shape[1], slots).scatter(1, chosen[0], 1.0)
@@ -48,12 +48,12 @@ def test_every_entry_and_every_pair_is_drawn_as_often_as_another():
         assert ((counts - len(member) * chance).abs() < 4.5 * deviation).all()
 
 
-def test_a_row_draws_from_what_it_sees_and_no_more():
+def test_a_row_draws_only_visible_entries():
     count = torch.arange(12)[None]
     chosen = draw(ROWS[:, :12], count, 11, 4)[0]
     for seen, row in zip(count[0].tolist(), chosen.tolist(), strict=True):
-        got = [slot for slot in row if slot != LAST]
-        assert len(got) == min(seen, 4) and row == sorted(set(got)) + [LAST] * (4 - len(got))
+        got = [slot for slot in row if slot != NO_ENTRY]
+        assert len(got) == min(seen, 4) and row == sorted(set(got)) + [NO_ENTRY] * (4 - len(got))
         assert all(slot < seen for slot in got)
 
 
@@ -89,7 +89,7 @@ def test_dense_equals_a_selection_of_everything():
 
 @pytest.mark.parametrize(("name", "reaches"), [("window_only", False), ("random_topk", True), ("dense", True)])
 @torch.no_grad()
-def test_behind_windows_alone_a_retriever_is_the_only_road(name, reaches):
+def test_with_window_only_reading_history_passes_only_through_the_retriever(name, reaches):
     model = build("gsm-encoder_reading=window_only", retriever=variant("retriever", name))
     depth = {"encoder_layers": GEOMETRY.encoder_layers, "decoder_layers": GEOMETRY.decoder_layers}
     length = local_reach(**depth, window=W, state_size=M) + 12
@@ -105,7 +105,7 @@ def test_behind_windows_alone_a_retriever_is_the_only_road(name, reaches):
     assert (moved > 1e-6) == reaches, f"{name}: tokens beyond everything local move the last logits by {moved:.1e}"
 
 
-def test_what_a_new_retriever_costs_is_known_without_any_list():
+def test_the_cost_of_a_new_retriever_is_known_without_a_list():
     class Newest(Retriever):
         """The last K visible entries."""
 

@@ -32,7 +32,7 @@ def test_a_bank_smaller_than_k_leaves_k_alone():
 
 
 @pytest.mark.parametrize(("until", "shrink"), [(-0.1, 0.2), (0.8, 0.3)])
-def test_fractions_that_cannot_be_are_refused(until, shrink):
+def test_invalid_fractions_are_refused(until, shrink):
     with pytest.raises(ValueError, match="^until=.* is not allowed because .* Use "):
         DenseFirst(until, shrink)
 
@@ -83,8 +83,8 @@ def test_training_steps_follow_the_schedule_and_validation_has_the_models_own_k(
 
 
 @torch.no_grad()
-def test_no_road_to_the_needle_means_that_it_cannot_be_seen():
-    """The gap of the needle task is what windows and state cannot bridge: without a bank, what was told is lost."""
+def test_without_a_path_to_the_needle_it_cannot_be_seen():
+    """Windows and state do not reach across the gap of the needle task: without a bank, the needle is lost."""
     layers = {"encoder_layers": GEOMETRY.encoder_layers, "decoder_layers": GEOMETRY.decoder_layers}
     gap = local_reach(**layers, window=W, state_size=W + K)
     needle = Needle(keys=8, values=8, fillers=4, pairs=2, gap=gap)
@@ -100,6 +100,6 @@ def test_no_road_to_the_needle_means_that_it_cannot_be_seen():
 
 
 @pytest.mark.parametrize("name", comparators())
-def test_nothing_of_a_comparator_is_taken_for_what_selects_bank_entries(name: str):
+def test_no_part_of_a_comparator_counts_as_a_selection_of_bank_entries(name: str):
     """Raven, which writes a token to its best slots, lost that number in runs with dense selection first, and broke."""
     assert not list(selecting(build(name)))

@@ -51,7 +51,7 @@ def compare(case: str, documents: str) -> None:
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_ranks_with_a_share_of_the_experts_compute_what_they_would_with_all(processes: Any, world: int):
+def test_ranks_with_a_share_of_the_experts_compute_the_same_as_with_all(processes: Any, world: int):
     assert ranks.together(processes, world, compare, "gsm-feed_forward=moe", "padded") == [0] * world
 
 
@@ -72,7 +72,7 @@ def test_ranks_with_a_share_of_the_experts_compute_what_they_would_with_all(proc
 @pytest.mark.parametrize(
     "case", mostly_nightly(["gsm-feed_forward=moe", "baseline-feed_forward=moe"], "gsm-feed_forward=moe")
 )
-def test_they_train_as_one_does(processes: Any, tmp_path: Path, case: str, world: int, given: dict[str, int]):
+def test_ranks_train_as_one_does(processes: Any, tmp_path: Path, case: str, world: int, given: dict[str, int]):
     assert ranks.together(processes, 1, ranks.trained, case, "auto", tmp_path, 5) == [0]
     arguments = (case, "fsdp", tmp_path, 5, torch.float64, True, given)
     assert ranks.together(processes, world, ranks.trained, *arguments) == [0] * world

@@ -52,7 +52,7 @@ def test_the_8b_scale_is_as_counted_by_hand_and_near_the_paper_s(model, total, a
     assert abs(total / paper[0] - 1) < 0.003 and abs(active / paper[1] - 1) < 0.01
 
 
-def test_a_size_with_experts_can_be_had_without_them_and_the_reverse():
+def test_every_size_works_with_and_without_experts():
     with torch.device("meta"):
         dense = gsm.build_model("gsm", size="8b_a1p5b", overrides=["model/feed_forward=dense"])
         sparse = gsm.build_model("gsm", size="1p5b", overrides=["model/feed_forward=moe"])
@@ -69,7 +69,7 @@ def test_a_size_with_experts_can_be_had_without_them_and_the_reverse():
         *((model, "nano") for model in variants("model") if model not in ("gsm", "baseline")),
     ],
 )
-def test_the_parts_sum_to_the_parameters_there_are(model, size):
+def test_the_parts_sum_to_all_parameters(model, size):
     built = model_of(model, size)
     counted = built.parameter_report()
     assert sum(counted.parts.values()) == counted.total == sum(p.numel() for p in built.parameters())
@@ -80,7 +80,7 @@ COMPARATORS = [name for name in variants("model") if name not in ("gsm", "baseli
 
 @pytest.mark.parametrize("size", mostly_nightly(["nano", "pico", "0p5b"], "nano"))
 @pytest.mark.parametrize("name", mostly_slow(COMPARATORS, "transformer", "mamba3"))
-def test_comparators_have_the_baseline_s_parameters_and_say_where_they_have_not(name, size):
+def test_comparators_have_the_baseline_s_parameters_or_report_the_difference(name, size):
     model, baseline = model_of(name, size), model_of("baseline", size)
     total, goal = (one.parameter_report().total for one in (model, baseline))
     assert model.parameter_note.startswith(f"{model.shape.heads} heads, query rank {model.shape.query_rank}")
@@ -106,7 +106,7 @@ def test_every_size_names_every_width(size):
     assert written == {field.name for field in fields(Geometry)}
 
 
-def test_the_table_stands_beside_the_paper_s_numbers(capsys, monkeypatch):
+def test_the_table_has_the_paper_s_numbers(capsys, monkeypatch):
     monkeypatch.setattr(parameters, "build_model", model_of)
     with monkeypatch.context() as patch:
         patch.setattr(parameters, "variants", lambda group: ["baseline", "gsm"])  # the largest size for these alone
@@ -161,7 +161,7 @@ def test_a_recipe_can_be_another_size_s_and_a_size_of_ones_own_has_that_of_nano(
 
 @pytest.mark.parametrize("size", variants("size"))
 @pytest.mark.parametrize("state_size", [None, 24])
-def test_words_stand_for_numbers_of_the_model_at_hand(size: str, state_size: int | None):
+def test_words_in_yamls_stand_for_numbers_of_the_model(size: str, state_size: int | None):
     more = [f"model.state_size={state_size}"] if state_size else []
     config = compose([f"size={size}", "data=needle", "model.stages=all", "data.task.gap=beyond_delta", *more])
     geometry = config["size"]
@@ -178,7 +178,7 @@ def test_words_stand_for_numbers_of_the_model_at_hand(size: str, state_size: int
 
 @torch.no_grad()
 def test_a_gap_is_beyond_windows_of_the_decoder_too():
-    """Without banks, nothing that lies so far back changes the last row; what lies just before does."""
+    """Without banks, a token that far back does not change the last row; a slightly later one does."""
     words = ["size=pico", "model/state_reader=state_and_window", "model.stages=[]", "model/encoder_reading=window_only"]
     gap = compose([*words, "data=needle", "data.task.gap=beyond_gsm"])["data"]["task"]["gap"]
     model = gsm.build_model("gsm", size="pico", overrides=words[1:], seed=0).double().eval()
@@ -190,7 +190,7 @@ def test_a_gap_is_beyond_windows_of_the_decoder_too():
         assert torch.equal(model(other, rows=1).logits, last) != changed, back
 
 
-def test_a_word_that_stands_for_nothing_is_refused():
+def test_an_unknown_word_in_a_yaml_is_refused():
     with pytest.raises(ConfigError, match="data.task.gap is 'far', but takes a number of tokens, or one of beyond_gsm"):
         compose(["data=needle", "data.task.gap=far"])
     with pytest.raises(ConfigError, match=r"model.stages is 'every' \(str\), but takes Sequence"):

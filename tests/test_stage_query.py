@@ -1,4 +1,4 @@
-"""What a stage asks with: the equations, and which of them know what has been retrieved before."""
+"""The query input of a stage: the equations, and which of them contain the previous retrieval."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gsm.slots.stage_query import Accumulated, Current, Sum
 
 
 @pytest.mark.parametrize("query", [Accumulated(), Current(), Sum()])
-def test_the_first_stage_asks_with_the_layers_input(query):
+def test_the_first_stage_s_query_comes_from_the_layer_s_input(query):
     h_BRD = torch.randn(2, 3, 5)
     assert query(h_BRD, None) is h_BRD and query.width(5, 1) == 5
 
@@ -32,7 +32,7 @@ def test_later_stages_follow_their_equation(query, equation):
 
 @pytest.mark.parametrize(("name", "knows"), [("accumulated", True), ("current", False), ("sum", True)])
 @torch.no_grad()
-def test_a_later_stage_knows_what_was_retrieved_unless_it_asks_with_its_layer_alone(name, knows):
+def test_a_later_stage_s_query_depends_on_the_retrieval_except_in_current(name, knows):
     model, tokens, weights = build(f"gsm-stage_query={name}"), random_tokens(1, 20), []
     for _ in range(2):
         with gsm.record("stage/2/weights") as seen:

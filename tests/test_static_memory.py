@@ -44,12 +44,12 @@ def decode_step_without_values(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", [*MEMORIES, *choices("gsm", "feed_forward")])
-def test_a_decode_step_never_asks_the_device_for_a_value(case):
+def test_a_decode_step_never_synchronises(case):
     decode_step_without_values(case)
 
 
 @pytest.mark.parametrize("place", ["extend", "place", "look"])
-def test_a_step_that_asks_the_device_is_caught(place, monkeypatch):
+def test_a_step_that_synchronises_is_caught(place, monkeypatch):
     owner = {"extend": StaticWindow, "place": StaticColumn, "look": SparseAttention}[place]
     right = getattr(owner, place)
 
@@ -66,14 +66,14 @@ def test_a_step_that_asks_the_device_is_caught(place, monkeypatch):
 
 @pytest.mark.parametrize("case", [name for name in comparators() if name != "nsa"])  # whose blocks are a bank
 @torch.no_grad()
-def test_a_growing_memory_of_every_token_asks_nobody_either(case):
+def test_a_growing_memory_of_every_token_does_not_synchronise(case):
     model = without_values(case)
     memory = model(tokens_without_values(3), memory=model.start(2)).memory
     assert model(tokens_without_values(1), memory=memory).memory.used == 4
 
 
 @torch.no_grad()
-def test_a_growing_bank_does_ask_which_is_why_there_is_another_memory():
+def test_a_growing_bank_synchronises_so_decoding_needs_a_static_memory():
     model = without_values(SEPARATE)
     with pytest.raises(RuntimeError, match="meta"):
         model(tokens_without_values(1), memory=model.start(2))
@@ -81,7 +81,7 @@ def test_a_growing_bank_does_ask_which_is_why_there_is_another_memory():
 
 @pytest.mark.parametrize("case", [SEPARATE, "gsm-encoder_reading=window_only", "baseline-pool"])
 @torch.no_grad()
-def test_a_call_changes_the_buffers_and_moves_none(case):
+def test_a_call_writes_its_buffers_in_place(case):
     model, tokens = build(case), random_tokens(2, 30)
     memory = model.start(2, capacity=30)
     before, shapes = places(memory), [tensor.shape for _, tensor in _tensors(memory, "")]
@@ -116,7 +116,7 @@ def test_a_decode_step_makes_the_same_calls_with_the_same_shapes_at_every_positi
 
 
 @torch.no_grad()
-def test_a_call_that_fails_on_the_way_changes_nothing_that_can_be_seen(monkeypatch):
+def test_a_failed_call_changes_nothing_visible(monkeypatch):
     model, tokens = build(SEPARATE), random_tokens(1, 20)
     memory, full = model.start(capacity=20), model(tokens).logits
     model(tokens[:, :10], memory=memory)
@@ -147,7 +147,7 @@ FAILURES = {
 @pytest.mark.parametrize("case", MEMORIES)
 @torch.no_grad()
 def test_a_call_is_a_transaction(case, name, monkeypatch):
-    """Whatever fails, and wherever: a static memory is then what it was, and goes on as if nothing had been asked."""
+    """After any failed call, a static memory is unchanged, and the next call computes as if there had been none."""
     model, tokens = build(case), random_tokens(2, 20)
     memory, full = model.start(2, capacity=20), model(tokens).logits
     model(tokens[:, :10], memory=memory)
@@ -161,7 +161,7 @@ def test_a_call_is_a_transaction(case, name, monkeypatch):
 
 
 @pytest.mark.parametrize("case", MEMORIES)
-def test_bytes_follow_from_the_capacity_alone_and_those_of_the_state_not_even_from_that(case):
+def test_bytes_depend_on_the_capacity_at_most_and_those_of_state_and_windows_do_not(case):
     model, sizes = build(case, geometry=SHALLOW), {}
     for capacity in (40, 41, 80):
         with torch.no_grad():
@@ -195,7 +195,7 @@ def test_the_dtype_of_a_memory_is_that_of_the_model():
         model(random_tokens(1, 8), memory=memory)
 
 
-def test_gradients_and_a_static_memory_exclude_one_another():
+def test_a_static_memory_is_refused_while_gradients_are_recorded():
     model, tokens = build("gsm-writer=additive"), random_tokens(1, 5)
     memory = model.start(capacity=10)
     with pytest.raises(
@@ -208,7 +208,7 @@ def test_gradients_and_a_static_memory_exclude_one_another():
     assert memory.used == 5
 
 
-def test_a_store_that_does_not_keep_its_shape_is_refused_before_anything_is_written():
+def test_a_store_that_changes_its_shape_is_refused_before_any_write():
     memory = replace(build("gsm-writer=additive").start(capacity=10), stages=(torch.zeros(2),))
     after = replace(memory.clone(), document_B=torch.ones(1, dtype=torch.int64), stages=(torch.zeros(3),))
     with pytest.raises(

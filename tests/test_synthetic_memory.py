@@ -1,4 +1,4 @@
-"""Memories as if a long text had been read: that they are like real ones, and what comes after 64K and 256K tokens."""
+"""Memories as if a long text had been read: they equal real ones in shape, and calls after 64K and 256K tokens work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG = [65_536, 262_144]
 @pytest.mark.parametrize("capacity", [None, 60])
 @pytest.mark.parametrize("case", MEMORIES)
 @torch.no_grad()
-def test_it_has_the_shapes_counts_and_bytes_of_a_real_one(case, capacity):
+def test_a_synthetic_memory_has_the_shapes_counts_and_bytes_of_a_real_one(case, capacity):
     model = build(case, geometry=SHALLOW)
     for tokens in (2 * M, 31):
         real = model.prefill(random_tokens(2, tokens), model.start(2, capacity), chunk=20).memory
@@ -39,7 +39,7 @@ def test_the_same_generator_draws_the_same_memory():
     assert all(torch.equal(x, y) for (_, x), (_, y) in zip(_tensors(one, ""), _tensors(other, ""), strict=True))
 
 
-def test_what_no_memory_can_be_like_is_refused():
+def test_an_impossible_number_of_tokens_is_refused():
     model = build("gsm-writer=additive")
     with pytest.raises(ValueError, match=f"tokens={M - 1} is not allowed because shared_state .* at least {M} tokens"):
         synthetic_memory(model, M - 1, None)

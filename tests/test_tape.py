@@ -21,7 +21,7 @@ def recorded(call):
     return tapes(call, lambda: None)
 
 
-def test_a_repeat_reads_the_buffers_anew_and_writes_to_them():
+def test_a_replay_reads_the_current_buffers_and_writes_to_them():
     buffer, state = torch.zeros(3), torch.zeros(3)
     repeat = tapes(lambda: state.add_(buffer).cumsum(0), state.zero_)
     buffer.fill_(1)
@@ -43,7 +43,7 @@ CALLS = {
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_repeat_is_the_call_bit_for_bit(name, kernels):
+def test_a_replay_equals_the_call_bit_for_bit(name, kernels):
     x, call = torch.randn(3, 4), CALLS[name]
     with using(kernels), torch.no_grad():
         repeat = recorded(lambda: call(x))
@@ -52,7 +52,7 @@ def test_a_repeat_is_the_call_bit_for_bit(name, kernels):
             assert torch.equal(repeat(), call(x))
 
 
-def test_what_follows_from_nothing_that_can_change_is_not_repeated():
+def test_constants_are_not_replayed():
     x, weight = torch.ones(4), torch.ones(4)
     repeat = recorded(lambda: x + torch.arange(4).float().exp().view(4) + weight.view(2, 2).flatten())
     assert len(repeat.steps) == 2, "two sums"
@@ -60,7 +60,7 @@ def test_what_follows_from_nothing_that_can_change_is_not_repeated():
     assert torch.equal(repeat(), x + torch.arange(4).float().exp() + 2)
 
 
-def test_what_is_drawn_is_drawn_again():
+def test_random_numbers_are_drawn_again():
     repeat = recorded(lambda: torch.rand(4) + 0)
     torch.manual_seed(0)
     first, second = repeat().clone(), repeat().clone()
@@ -79,7 +79,7 @@ def test_what_is_drawn_is_drawn_again():
         lambda x: x * x.numpy().sum(),
     ],
 )
-def test_a_call_that_looks_at_a_value_is_refused(look):
+def test_a_call_that_reads_a_value_on_the_host_is_refused(look):
     with pytest.raises(RuntimeError, match="reads a value while a call is recorded"):
         recorded(lambda: look(torch.ones(3)) * torch.ones(3))
 
@@ -87,7 +87,7 @@ def test_a_call_that_looks_at_a_value_is_refused(look):
 @torch.no_grad()
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("case", mostly_nightly(MEMORIES, *QUICK))
-def test_an_engine_on_a_cpu_decodes_what_the_model_does_bit_for_bit(case, threads):
+def test_an_engine_on_a_cpu_decodes_as_the_model_does_bit_for_bit(case, threads):
     """In float32, so with compiled loops where they are installed."""
     model, token_BT = build(case, geometry=SHALLOW).float(), random_tokens(2, 24)
     before = torch.get_num_threads()
@@ -115,7 +115,7 @@ def test_a_step_has_room_for_twice_the_tokens_when_it_is_full(case):
 
 
 @torch.no_grad()
-def test_a_step_that_was_recorded_in_the_beginning_reads_all_slots_later():
+def test_a_step_recorded_in_an_empty_memory_reads_all_slots_later():
     geometry = replace(SHALLOW, entry_dim=16, output_groups=1)
     for case in ("transformer", "gsm"):
         model, token_BT = build(case, geometry=geometry).float(), random_tokens(1, 200)

@@ -31,7 +31,7 @@ from gsm.models.base import LanguageModel
 @pytest.mark.parametrize("case", mostly_slow(cases(), *MEMORIES))
 @torch.no_grad()
 def test_pruned_prefill_equals_the_full_forward_for_any_rows(case):
-    """The full forward is that of a longer text: what comes after a row is not in its logits."""
+    """The full forward has a longer text: a row's logits do not depend on later tokens."""
     model, tokens = build(case, geometry=SHALLOW), random_tokens(2, LENGTHS[-1])
     full = model(tokens).logits
     for length in LENGTHS:
@@ -42,7 +42,7 @@ def test_pruned_prefill_equals_the_full_forward_for_any_rows(case):
 
 
 @torch.no_grad()
-def test_a_memory_holds_on_to_nothing_of_the_caller():
+def test_a_memory_references_no_tensor_of_the_caller():
     model, documents = build("gsm-writer=additive"), torch.zeros(1, 1, dtype=torch.int64)
     memory = model(random_tokens(1, 1), documents=documents, memory=model.start()).memory
     documents.fill_(1)
@@ -52,7 +52,7 @@ def test_a_memory_holds_on_to_nothing_of_the_caller():
 @pytest.mark.parametrize("case", mostly_slow(cases(), *MEMORIES))
 @pytest.mark.parametrize("capacity", [None, 41])
 def test_prefill_in_chunks_equals_one_prefill(case: str, capacity: int | None):
-    """Its logits, what is remembered, and how many rows every block computes."""
+    """Logits, memories and the number of rows of every block are equal."""
     model, tokens = build(case, geometry=SHALLOW), random_tokens(2, 41)
     start = partial(model.start, batch=2, capacity=capacity)
     with rows_of_blocks(model) as at_once:
@@ -93,7 +93,7 @@ def rows_of_blocks(model: LanguageModel) -> Iterator[Counter[str]]:
             hook.remove()
 
 
-def test_rows_below_one_want_a_memory():
+def test_rows_below_one_need_a_memory():
     model, tokens = build("gsm-writer=additive"), random_tokens(1, 5)
     with pytest.raises(ValueError, match="got 0; less than 1 is for calls with a memory"):
         model(tokens, rows=0)
@@ -105,8 +105,8 @@ def test_rows_below_one_want_a_memory():
 
 @pytest.mark.parametrize("capacity", [None, 20])
 @torch.no_grad()
-def test_rows_that_an_earlier_call_gave_up_are_refused(capacity: int | None):
-    """What they would read was not computed: without the refusal they would be wrong, in silence."""
+def test_rows_that_an_earlier_call_pruned_are_refused(capacity: int | None):
+    """Their prerequisites were not computed, so without the error they would be silently wrong."""
     model, tokens = build("gsm-writer=additive"), random_tokens(1, 12)
     memory = model(tokens[:, :6], memory=model.start(capacity=capacity), rows=1 - 4).memory
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""What the equations promise, asked of their transcription alone: causality, packing, mixing, selection, the clamp."""
+"""Properties of the equations, tested on their transcription: causality, packing, mixing, selection, the clamp."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_mixing_matrices_are_doubly_stochastic(model, rounds):
     assert row_error < (1e-5 if rounds == 400 else 1e-2)
 
 
-def test_mixing_is_uniform_where_the_weights_say_nothing():
+def test_mixing_is_uniform_if_the_weights_are_zero():
     geometry, notes = tiny_gsm(), {}
     weights = random_weights(geometry)
     silent = {name: 0 * tensor if "_residual." in name else tensor for name, tensor in weights.items()}
@@ -172,7 +172,7 @@ def test_a_choice_holds_the_visible_entries_in_order_and_k_at_most(model):
             assert slots == sorted(set(slots)) and all(slot < finished for slot in slots), f"{name} at {t}: {slots}"
 
 
-def test_a_reindex_layer_chooses_anew_and_the_next_layer_reuses_its_choice():
+def test_a_reindex_layer_makes_its_own_selection_and_the_next_layer_reuses_it():
     geometry = tiny_baseline()
     choices = chosen(geometry, random_weights(geometry))
     assert choices["decoder/5/top_k"] == choices["decoder/6/top_k"] != choices["decoder/7/top_k"]

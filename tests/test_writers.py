@@ -1,4 +1,4 @@
-"""State writers: how they relate to the paper's, what they show and refuse, and how little it takes to add one.
+"""State writers: their relation to the paper's writer, their taps and errors, and the few lines of a new one.
 
 That each computes the same in training, prefill and decoding, and its equations, is tested with all the others.
 """
@@ -82,7 +82,7 @@ def test_delta_corrects_all_entries_of_a_document_but_its_first():
 
 
 @torch.no_grad()
-def test_what_the_entries_before_predict_in_full_is_not_written():
+def test_delta_does_not_write_an_entry_that_earlier_entries_fully_predict():
     delta, left = with_writer(variant("writer", "delta")).writer, []
     correction = delta.correction["entries"]
     correction.sink.fill_(-1e9)
@@ -125,7 +125,7 @@ def test_concat_starts_as_the_papers_writer():
 
 
 @torch.no_grad()
-def test_a_row_sees_all_slots_of_as_many_positions_as_fit():
+def test_a_row_sees_all_slots_of_the_last_positions():
     slots, size = 3, 9
     model = with_writer(writer("multi_slot", slots=slots), state_size=size)
     with gsm.record("state/entries", "decoder/5/weights") as seen:
@@ -147,7 +147,7 @@ def test_a_state_of_one_entry_is_too_small_to_predict_it():
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_writer_of_what_stages_retrieve_is_refused_where_there_are_none(name: str):
+def test_a_writer_that_needs_stages_is_refused_in_a_model_without_them(name: str):
     chosen = variant("writer", name)
     options = {"writer": chosen, "stages": [], "state_size": 8}
     if chosen.func.needs_stages:
@@ -169,7 +169,7 @@ class Mapped(StateWriter):
 
 
 @torch.no_grad()
-def test_a_writer_is_fuse_alone_and_its_cost_is_known():
+def test_a_writer_needs_only_fuse_and_its_cost_is_known():
     model, tokens = with_writer(Mapped), random_tokens(1, 2 * M + 3)
     full, memory = model(tokens).logits, model.start()
     for part in tokens.split([M + 2, 1, M], dim=1):
@@ -200,7 +200,7 @@ def test_a_writers_constructor_knows_how_many_stages_there_are(stages: list[int]
     torch.testing.assert_close(logits(model), logits(plain))
 
 
-def test_a_constructor_that_does_not_take_the_number_of_stages_is_not_given_it():
+def test_a_constructor_without_the_number_of_stages_does_not_get_it():
     class Strict(StateWriter):
         def __init__(self, shape, *, state_size, rope, parts):
             super().__init__(shape, state_size=state_size, rope=rope, parts=parts)

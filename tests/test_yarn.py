@@ -1,4 +1,4 @@
-"""YaRN: which pairs of a rotation it slows down, by how much, and what it does to attention."""
+"""YaRN: the pairs of a rotation that it slows down, by how much, and its effect on attention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def frequencies(rope: Rope) -> list[float]:
 @pytest.mark.parametrize(
     ("channels", "original", "ramp"), [(32, 4096, (4, 9)), (64, 4096, (8, 18)), (64, 65536, (15, 25))]
 )
-def test_the_ramp_is_where_deepseek_has_it(channels: int, original: int, ramp: tuple[int, int]):
+def test_the_ramp_has_the_ends_of_deepseek_s(channels: int, original: int, ramp: tuple[int, int]):
     assert Rope(channels, base=160_000, factor=16, original=original).correction_range() == ramp
 
 
@@ -47,7 +47,7 @@ def test_other_betas_move_the_ramp():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_it_is_that_of_transformers(seed: int):
+def test_frequencies_equal_those_of_transformers(seed: int):
     rotary = pytest.importorskip("transformers.modeling_rope_utils", reason="transformers is not installed")
     from transformers import LlamaConfig
 
@@ -63,15 +63,15 @@ def test_it_is_that_of_transformers(seed: int):
     assert rope.query_scale == pytest.approx(scale**2)
 
 
-def test_off_it_changes_nothing():
+def test_a_factor_of_one_changes_nothing():
     rope = Rope(8, base=1e4, beta_fast=2.0, mscale=1.0)
     assert frequencies(rope) == pytest.approx([1e4 ** (-2 * pair / 8) for pair in range(4)], rel=1e-15)
     assert rope.query_scale == Rope(8, base=1e4, **LONG).query_scale == 1
 
 
 @pytest.mark.parametrize("case", ["gsm", "baseline", "transformer", "yoco"])
-def test_the_temperature_is_a_scale_on_the_queries_of_what_reads_far(case: str):
-    """And nothing else: neither windows nor the decoder's state, nor what indexers select with."""
+def test_the_temperature_scales_only_the_queries_of_layers_with_yarn(case: str):
+    """It changes neither windows, nor the decoder's state, nor the queries of indexers."""
     tokens = small.random_tokens(2, 40)
     cool, model = (built(case, yarn_factor=4.0, yarn_mscale=mscale) for mscale in (0.0, 1.0))
     model.load_state_dict(cool.state_dict())
@@ -84,7 +84,7 @@ def test_the_temperature_is_a_scale_on_the_queries_of_what_reads_far(case: str):
 
 
 @pytest.mark.parametrize("case", ["gsm", "baseline"])
-def test_a_model_takes_the_weights_of_one_without_it(case: str):
+def test_a_model_with_yarn_loads_the_weights_of_one_without(case: str):
     plain, long = built(case), built(case, yarn_factor=4.0, yarn_mscale=1.0)
     long.load_state_dict(plain.state_dict())
     tokens = small.random_tokens(1, 40)

@@ -8,7 +8,7 @@ from small import GEOMETRY, assert_same, build, random_tokens, randomise
 
 from gsm.cache.memory import forgetful
 from gsm.layers.attention import Attention
-from gsm.layers.residual_attention import HandedOn, ResidualAttention
+from gsm.layers.residual_attention import LayerKeyValues, ResidualAttention
 from gsm.models.yoco_plus import YOCOPlus
 from gsm.observe import patch, record
 from gsm.span import Span
@@ -23,13 +23,13 @@ def layer(first: bool, **options) -> ResidualAttention:
     return ResidualAttention(GEOMETRY.shape(), geometry=GEOMETRY, name="encoder/2", first=first, **options).double()
 
 
-def run(mixer: ResidualAttention, x_BTD: torch.Tensor, below: HandedOn | None):
+def run(mixer: ResidualAttention, x_BTD: torch.Tensor, below: LayerKeyValues | None):
     update_BRD, out = mixer(x_BTD, SPAN, forgetful(mixer.start(2, "encoder")), below)
     return update_BRD, out.attended
 
 
 @torch.no_grad()
-def test_a_layer_keeps_a_mixture_of_the_first_layer_s_keys_and_values_and_its_own():
+def test_a_layer_stores_a_mixture_of_its_own_and_the_first_layer_s_keys_and_values():
     one, two = layer(first=True), layer(first=False)
     randomise(one)
     randomise(two)
@@ -54,13 +54,13 @@ def test_a_fresh_layer_is_plain_attention():
     plain.double().load_state_dict({k: v for k, v in fresh.state_dict().items() if "mix" not in k})
     x_BTD, other_BTU = torch.randn(2, 9, GEOMETRY.dim).double(), torch.randn(2, 9, 4 * GEOMETRY.entry_dim).double()
     _, below = run(layer(first=True), x_BTD, None)
-    got, _ = run(fresh, x_BTD, HandedOn(other_BTU, below.history))
+    got, _ = run(fresh, x_BTD, LayerKeyValues(other_BTU, below.history))
     want, _ = plain(x_BTD, SPAN, forgetful(plain.start(2, "encoder")), None)
     assert_same(got, want, "a layer whose weights are 0 and 1", 1e-7)  # weights are made in float32
 
 
 @torch.no_grad()
-def test_half_of_the_layers_keep_every_token_and_the_other_half_nothing():
+def test_half_of_the_layers_store_every_token_and_the_other_half_nothing():
     model = build("yoco_plus")
     memory = model(random_tokens(1, 20), memory=model.start()).memory
     sizes = {kind: size for kind, size in memory.breakdown().items() if kind != "bookkeeping"}
@@ -70,8 +70,7 @@ def test_half_of_the_layers_keep_every_token_and_the_other_half_nothing():
 
 @torch.no_grad()
 def test_the_second_half_reads_the_last_cache_of_the_first():
-    """What a token was, only the first half has cached: all later logits know it, by the last of its caches too, which
-    rows of the first half have not read."""
+    """Later logits depend on the last cache of the first half even if the rows of that half do not read it."""
     model = build("yoco_plus")
     assert isinstance(model, YOCOPlus)
     tokens = random_tokens(1, 12)

@@ -1,9 +1,10 @@
 """GSM and its baseline, transcribed: one position, one head, one entry at a time, from the equations alone.
 
-Nothing here is fast and nothing is shared with the models under test: it is read beside the paper and compared with
-them in float64. What the paper takes over from DeepSeek-V4.1-Flash follows that report (causal encoder-decoder 2.2,
-CSA2 and its indexer 2.3, single-pass mHC), mHC itself Xie et al. 2025. Numbers in brackets are the paper's equations.
-Where the paper leaves a point open, `Geometry` says which reading it is: `stage_input`, `decoder_start`, `residual`.
+It shares no code with the models under test and is slow: a reader compares it with the paper, and tests compare it with
+the models in float64. The parts that the paper adopts from DeepSeek-V4.1-Flash follow that report (causal
+encoder-decoder 2.2, CSA2 and its indexer 2.3, single-pass mHC); mHC itself follows Xie et al. 2025. Numbers in brackets
+are the paper's equations. Where the paper leaves a point open, `Geometry` has the choice: `stage_input`,
+`decoder_start`, `residual`.
 
 Letters: T positions of a document, F finished groups, X residual streams, D model width, H heads, C entry width,
 Q query rank, G output groups, R output rank, J index heads, I index width.
@@ -22,7 +23,7 @@ Output          grouped low-rank output projection, after the inverse rotation  
 Delta r^(s)_t   increment of a stage                                                  increment_D          (9)
 r^(s)_t         accumulated retrieval output                                          retrieved_TD         (10)
 e_t             mixture of the encoder's final streams                                read_out(residual)   (11)
-z_t             what is written at a position, e + r^(S); the decoder starts from it  written_TD           (11)
+z_t             written at a position, e + r^(S); the decoder starts from it          written_TD           (11)
 m_t             shared state entry, KV_sh(z_t, p_t); J a position with multi_slot     state_EC             (12)
 M_t             the last M state entries                                              state_block: entries (13)
 d^(l-1)_t       mixed streams that enter the attention of decoder layer l             mixed_D              (15)
@@ -55,7 +56,7 @@ class Residual:
 
 @dataclass
 class Bank:
-    """What a Full layer publishes; a Reindex layer replaces `chosen_T`. Slots count from the document's start."""
+    """The bank of a Full layer; a Reindex layer replaces `chosen_T`. Slots count from the document's start."""
 
     ratio: int
     entry_FC: list[Tensor]
@@ -66,7 +67,7 @@ class Bank:
 
 @dataclass
 class Reading:
-    """What an aggregation stage takes from its encoder layer."""
+    """The tensors that an aggregation stage takes from its encoder layer."""
 
     mixed_TD: list[Tensor]
     window_TC: list[Tensor]
@@ -143,7 +144,7 @@ def one_document(geometry: Geometry, weights: Weights, tokens: list[int], notes:
 def history_block(
     geometry: Geometry, weights: Weights, depth: int, residual_T: list[Residual], bank: Bank | None, notes: Notes
 ):
-    """A layer with its own window and, from the first Full layer on, a bank: all but those of GSM's decoder."""
+    """A layer with its own window and, from the first Full layer on, a bank: all layers except GSM's decoder."""
     label, block = geometry.label(depth), part(weights, geometry.prefix(depth))
     attention = part(block, "attention")
     mixed_TD = [enter(geometry, part(block, "attention_residual"), residual) for residual in residual_T]
@@ -288,8 +289,8 @@ def write_state(
 def correct(
     geometry: Geometry, weights: Weights, x_TD: list[Tensor], plain_TC: list[Tensor], channels: int
 ) -> list[list[Tensor]]:
-    """Entries of the writer delta before rotation: each without a part of what one head, with a query of its own, reads
-    from the M - 1 uncorrected entries before it."""
+    """Return the entries of the writer delta before rotation. Each is reduced by a part of the output of one attention
+    head, with its own query, on the M - 1 uncorrected entries before it."""
     base, corrected_TJC = geometry.plain_base, []
     for t, (x_D, plain_C) in enumerate(zip(x_TD, plain_TC, strict=True)):
         before = range(max(0, t - geometry.state_size + 1), t)
@@ -469,15 +470,15 @@ def copied(geometry: Geometry, x_D: Tensor) -> Residual:
 
 
 def enter(geometry: Geometry, weights: Weights, residual: Residual) -> Tensor:
-    """What a site reads: the streams, mixed by the read vector that the previous site handed over (single-pass), or by
-    one that these streams decide with the site's own weights (as in Xie et al.)."""
+    """Return a site's input: the streams, mixed by the previous site's read vector (single-pass), or by a read vector
+    that these streams and the site's own weights determine (as in Xie et al.)."""
     if geometry.residual == "mhc_two_pass":
         residual = Residual(residual.streams_XD, coefficients(geometry, weights, residual.streams_XD)[0])
     return read_out(residual)
 
 
 def read_out(residual: Residual) -> Tensor:
-    """The streams, mixed by the read vector that goes with them: what leaves a layer or a stack."""
+    """Return the output of a layer or a stack: the streams, mixed by their read vector."""
     return sum(read * stream_D for read, stream_D in zip(residual.read_X, residual.streams_XD, strict=True))
 
 
@@ -699,7 +700,7 @@ def attention_shapes(geometry: Geometry, depth: int) -> dict[str, tuple[int, ...
 
 
 def reading_shapes(geometry: Geometry, input_dim: int) -> dict[str, tuple[int, ...]]:
-    """What every reader of a history has: query, sink, output."""
+    """Return the parameters of every reader of a history: query, sink, output."""
     channels = geometry.heads * geometry.entry_dim
     groups, rank = geometry.output_groups, geometry.output_rank
     return {

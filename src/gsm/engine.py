@@ -29,7 +29,7 @@ from torch import Tensor
 from gsm.cache.memory import Memory
 from gsm.graphs import Call, CudaGraphs, Recorder, Snapshot
 from gsm.models.base import CHUNK, LanguageModel
-from gsm.models.checks import check_call, check_room, check_type, whole
+from gsm.models.checks import check_call, check_room, check_type, whole_number
 from gsm.models.prompts import Prompt, as_batch
 from gsm.models.sampling import check_sampling, continuation
 from gsm.observe import observed
@@ -102,7 +102,7 @@ class Engine:
         graphs: bool | Recorder = True,
     ):
         check_type("model", model, LanguageModel, "gsm.load_model(...), without torch.compile or another wrapper")
-        chunk = whole("chunk", chunk)
+        chunk = whole_number("chunk", chunk)
         if capacity is None:
             raise ValueError(
                 "capacity=None is not allowed because an engine has a static memory. Use a number of tokens, or "
@@ -176,8 +176,8 @@ class Engine:
         tokens_BT, padding_BT = as_batch(prompt, self.device)
         size = self._bucket_size(tokens_BT)
         if size is None or padding_BT is not None and documents is not None:
-            whole = padding_BT is None and documents is None and tokens_BT.shape[:-1] == (self.batch,)
-            if whole and self._records_chunks(tokens_BT.shape[1], MANY if self._chunk is None else 2):
+            unpadded = padding_BT is None and documents is None and tokens_BT.shape[:-1] == (self.batch,)
+            if unpadded and self._records_chunks(tokens_BT.shape[1], MANY if self._chunk is None else 2):
                 return self._read_long(tokens_BT)
             with self.model.evaluating():
                 return self.model.prefill(prompt, self._memory, self.chunk, documents).logits[:, -1]
@@ -196,7 +196,10 @@ class Engine:
         if not isinstance(token_B, Tensor):
             raise ValueError(f"token_B={token_B!r:.40} is not allowed. Use a tensor [{self.batch}] of whole numbers")
         if token_B.shape != (self.batch,):
-            raise ValueError(f"token_B must have the shape [{self.batch}] of the batch, got {list(token_B.shape)}")
+            raise ValueError(
+                f"token_B of shape {list(token_B.shape)} is not allowed because the batch has {self.batch} sequences. "
+                f"Use the shape [{self.batch}]"
+            )
         if token_B.is_meta and self.device.type != "meta":
             raise ValueError(
                 "token_B is not allowed on the meta device because tensors there have no values. Use one with values"
@@ -211,7 +214,7 @@ class Engine:
         except HostRead:  # e.g. the host reads the numbers of rows per expert
             self._recorder = None
             return self._plain(token_B.to(self.device)[:, None])
-        return self._repeat(step, 1)
+        return self._replay(step, 1)
 
     def stream(
         self,
@@ -287,13 +290,14 @@ class Engine:
             device = self.model.embedding.weight.device
             if device != self.device:
                 raise ValueError(
-                    f"the model is on {device} and the engine's memory on {self.device}; make a new Engine"
+                    f"a model on {device} is not allowed because the engine's memory is on {self.device}. Use a new "
+                    "Engine"
                 )
             self._forget()
             self._snapshot = Snapshot(self.model)
         return None if self._snapshot.hooked else self._recorder
 
-    def _repeat(self, call: Call, tokens: int, **counted: Any) -> Tensor:
+    def _replay(self, call: Call, tokens: int, **counted: Any) -> Tensor:
         """Replay a recording, and count the tokens that it reads."""
         ledger = self._memory.ledger
         used, call.written = ledger.used, False
@@ -355,7 +359,7 @@ class Engine:
         bucket.documents[:, :padding] = -1
         bucket.documents[:, padding:] = 0 if documents_BT is None else documents_BT
         bucket.tokens[:, padding:] = tokens_BT
-        return self._repeat(bucket.replay, tokens_BT.shape[1], single_document=documents_BT is None)
+        return self._replay(bucket.replay, tokens_BT.shape[1], single_document=documents_BT is None)
 
     def _records_chunks(self, tokens: int, least: int) -> bool:
         """Return whether a prompt of ``tokens`` tokens has at least ``least`` chunks and is read by a recording.
@@ -384,7 +388,7 @@ class Engine:
         try:
             while tokens_BT.shape[1] >= 2 * self.chunk:
                 chunk.tokens.copy_(tokens_BT[:, : self.chunk])
-                self._repeat(chunk.replay, self.chunk, rows=1 - self.chunk)
+                self._replay(chunk.replay, self.chunk, rows=1 - self.chunk)
                 tokens_BT = tokens_BT[:, self.chunk :]
             with self.model.evaluating():
                 return self.model.prefill(tokens_BT, self._memory, self.chunk).logits[:, -1]

@@ -103,10 +103,10 @@ class CudaGraphs:
                 result = call()
             undo()  # a capture runs nothing on the device; this resets the counts on the host
 
-        return Replay(graph, result)
+        return GraphReplay(graph, result)
 
 
-class Replay:
+class GraphReplay:
     """A replay of a CUDA graph.
 
     Attributes:

@@ -25,7 +25,7 @@ from gsm.experiments.table import RunSummary, read_runs
 from gsm.files import read_json
 from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
-from gsm.observe import Seen
+from gsm.observe import Recording
 from gsm.training.callbacks.metrics_file import read_metrics
 from gsm.training.run import train
 
@@ -249,14 +249,14 @@ def _rows(content: dict[str, Any]) -> list[dict[str, Any]]:
     return [row for row in rows.values() if isinstance(row, dict)] if isinstance(rows, dict) else []
 
 
-def describe(seen: Seen) -> str:
+def describe(seen: Recording) -> str:
     """Describe each recorded tap in one line: name, shape, dtype."""
     width = max(map(len, seen), default=0)
     kinds = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in seen.items()}
     return "\n".join(f"{name:<{width}}  {list(tensor.shape)!s:<20}  {kinds[name]}" for name, tensor in seen.items())
 
 
-def show_attention(model: GSM, seen: Seen, names: Sequence[str]) -> Figure:
+def show_attention(model: GSM, seen: Recording, names: Sequence[str]) -> Figure:
     """Draw attention maps (``figures.attention``) of the first sequence, two in a row, one for each name
     (``encoder/3``, ``stage/1``, ``decoder/5``)."""
     figure, panels = plots.figure(2, width=WIDTH / 2, height=HEIGHT, grid=False, rows=-(-len(names) // 2))
@@ -277,7 +277,7 @@ def show_routes(routes: Routes, rows: Sequence[int], told: Sequence[int] = ()) -
     return figure
 
 
-def show_increments(seen: Seen) -> Figure:
+def show_increments(seen: Recording) -> Figure:
     """Draw the norms of the encoder's output e, of every stage's increment, and of z, by position."""
     figure, (axes,) = plots.figure(width=WIDTH, height=HEIGHT)
     names = ["state/e", *sorted(name for name in seen if name.endswith("/increment")), "state/z"]
@@ -288,7 +288,7 @@ def show_increments(seen: Seen) -> Figure:
     return figure
 
 
-def show_state(model: GSM, seen: Seen) -> Figure:
+def show_state(model: GSM, seen: Recording) -> Figure:
     """Draw the decoder's attention to the shared state: one line per layer, one column per entry, the sink on the
     right."""
     return views.decoder(model, seen, width=WIDTH, height=2.2)

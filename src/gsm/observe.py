@@ -61,7 +61,7 @@ from torch import Tensor
 # Ids of the recordings and patches of the whole process: a compiled graph can read this list, but no context variable.
 _listening: list[int] = []
 # Recordings and patches of this thread, or asyncio task. Only these affect a call.
-_listeners: ContextVar[tuple[Seen | Patch, ...]] = ContextVar("_listeners", default=())
+_listeners: ContextVar[tuple[Recording | Patch, ...]] = ContextVar("_listeners", default=())
 _called: ContextVar[Any] = ContextVar("_called", default=None)  # the model of the current call, while anything listens
 
 
@@ -76,7 +76,7 @@ Name = str | tuple[Named, str]
 use: a compiled block that reads its name would not share one graph with all blocks of its kind."""
 
 
-def spelt(name: Name) -> str:
+def full_name(name: Name) -> str:
     """Return the full name of a tap."""
     return name if isinstance(name, str) else f"{name[0].name}/{name[1]}"
 
@@ -102,11 +102,11 @@ def tap(name: Name, value: Tensor | Callable[[], Tensor], fixed: str = "") -> Te
     return None if callable(value) else value
 
 
-class Calls:
+class Observable:
     """Base of language models, which announce each of their calls with `called`."""
 
 
-def called(model: Calls) -> None:
+def called(model: Observable) -> None:
     """Announce a call: the following taps belong to ``model``."""
     if _listening:
         _note(model)
@@ -123,7 +123,7 @@ def patching() -> bool:
 
 
 @contextmanager
-def record(*patterns: str, detach: bool = True) -> Iterator[Seen]:
+def record(*patterns: str, detach: bool = True) -> Iterator[Recording]:
     """Record every tap with a name that matches any of the patterns; without patterns, every tap.
 
     Patterns are shell patterns, and `*` also matches slashes: `"stage/*"` matches `"stage/2/weights"`. Recordings nest,
@@ -134,13 +134,13 @@ def record(*patterns: str, detach: bool = True) -> Iterator[Seen]:
     A compiled model is compiled again for a recording, with a graph break at every tap. A model compiled with
     `fullgraph=True` raises an error: record from the model before `torch.compile`.
     """
-    with _listener(Seen(patterns, detach)) as seen:
+    with _listener(Recording(patterns, detach)) as seen:
         yield seen
 
 
 @contextmanager
 def patch(
-    pattern: str | Sequence[str], function: Callable[[Tensor], Tensor], model: Calls | None = None
+    pattern: str | Sequence[str], function: Callable[[Tensor], Tensor], model: Observable | None = None
 ) -> Iterator[None]:
     """Replace the tensors of taps with matching names, in every call inside the block.
 
@@ -153,8 +153,8 @@ def patch(
 
     - Taps of stored tensors (windows, banks, the state's entries) have stored and new entries in each call, and the
       memory stores the original ones. So the function is applied once per call, never to its own result. Two taps are
-      exceptions: a patch to them is visible to later calls. `encoder/<l>/latent` is stored with the patch.
-      `decoder/<l>/state` is the state after the call, so a patch to it affects later calls only.
+      exceptions, because the memory stores the replacement: `encoder/<l>/latent`, and `decoder/<l>/state`, the state
+      after the call. A patch of `decoder/<l>/state` affects later calls only.
     - Rows are the last R of the call's T new positions, and entries end with the newest. For the same result token by
       token and in one call, the function must treat each position the same, e.g. by its number in `seen["position"]` of
       a recording around the patch.
@@ -179,7 +179,7 @@ def patch(
             models were called, but never `model`.
         KeyError: at exit, if models were called and no tap matched; the error lists the taps of these calls.
     """
-    if model is not None and not isinstance(model, Calls):
+    if model is not None and not isinstance(model, Observable):
         raise TypeError(
             f"model={type(model).__name__} is not allowed because it is no language model. Use the model before "
             "torch.compile or any other wrapper"
@@ -187,14 +187,14 @@ def patch(
     patterns = (pattern,) if isinstance(pattern, str) else tuple(pattern)
     with _listener(Patch(patterns, function, model)) as active:
         yield
-    if active.others and not active.met:
+    if active.other_models and not active.taps:
         raise ValueError("models were called, but never the model of the patch; leave out model= to patch any model")
-    if active.met and not any(map(active.names, active.met)):
-        taps = ", ".join(sorted(active.met))
+    if active.taps and not any(map(active.matches, active.taps)):
+        taps = ", ".join(sorted(active.taps))
         raise KeyError(f"no tap named {' or '.join(map(repr, patterns))} in these calls; they have: {taps}")
 
 
-class Seen(dict[str, Tensor]):
+class Recording(dict[str, Tensor]):
     """The result of a recording: name -> last tensor of that name; `all(name)` -> all of them, in order."""
 
     def __init__(self, patterns: tuple[str, ...] = (), detach: bool = True) -> None:
@@ -222,26 +222,26 @@ class Patch:
     """An open patch.
 
     Attributes:
-        met: names of all taps of the patched calls.
-        others: whether models other than ``model`` were called.
+        taps: names of all taps of the patched calls.
+        other_models: whether models other than ``model`` were called.
     """
 
     def __init__(
-        self, patterns: tuple[str, ...], function: Callable[[Tensor], Tensor], model: Calls | None = None
+        self, patterns: tuple[str, ...], function: Callable[[Tensor], Tensor], model: Observable | None = None
     ) -> None:
         self.patterns, self.function, self.model = patterns, function, model
-        self.met: set[str] = set()
-        self.others = False
+        self.taps: set[str] = set()
+        self.other_models = False
 
-    def names(self, name: str) -> bool:
+    def matches(self, name: str) -> bool:
         return _matches(name, self.patterns)
 
     def wants(self, name: str) -> bool:
         if self.model is not None and self.model is not _called.get():
-            self.others = True
+            self.other_models = True
             return False
-        self.met.add(name)
-        return self.names(name)
+        self.taps.add(name)
+        return self.matches(name)
 
     def replace(self, name: str, tensor: Tensor, fixed: str) -> Tensor:
         new = self.function(tensor.clone())
@@ -283,7 +283,7 @@ def _note(model: Any) -> None:
 
 @torch.compiler.disable(reason="a tap is recorded outside of the compiled graph")
 def _show(name: Name, value: Tensor | Callable[[], Tensor], fixed: str) -> Tensor | None:
-    name = spelt(name)
+    name = full_name(name)
     listeners = [listener for listener in _listeners.get() if listener.wants(name)]
     patches = [listener for listener in listeners if isinstance(listener, Patch)]
     if not listeners:
@@ -292,6 +292,6 @@ def _show(name: Name, value: Tensor | Callable[[], Tensor], fixed: str) -> Tenso
     for active in patches:
         tensor = active.replace(name, tensor, fixed)
     for listener in listeners:
-        if isinstance(listener, Seen):
+        if isinstance(listener, Recording):
             listener.add(name, tensor)
     return tensor if patches or not callable(value) else None

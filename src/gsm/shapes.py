@@ -40,7 +40,7 @@ def lowered(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if half else x
 
 
-def last(x_BT: Tensor, rows: int) -> Tensor:
+def last_rows(x_BT: Tensor, rows: int) -> Tensor:
     """Return the last ``rows`` positions of [B, T, ...]; ``x`` itself if these are all, because the backward of even a
     whole slice copies."""
     return x_BT if rows == x_BT.shape[1] else x_BT[:, x_BT.shape[1] - rows :]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gsm.shapes import last
+from gsm.shapes import last_rows
 
 Made = TypeVar("Made")
 
@@ -31,9 +31,9 @@ class Span:
             these positions. Known on the host, without synchronising with the device.
         filled: number of valid tokens in the stores of a static memory with a single document, including these; None
             if unknown.
-        tokens: length of the whole sequences, where these positions are equal pieces of them, the last one padded
-            (None: they are whole).
-        cache: values computed from the positions (``once``), shared by layers with the same positions.
+        tokens: length of the whole sequences, if these positions are equal pieces of them, the last piece padded (None:
+            the positions are whole sequences).
+        computed: results of ``once``, shared by layers with the same positions.
     """
 
     position_BT: Tensor
@@ -41,22 +41,23 @@ class Span:
     single_document: bool = False
     filled: int | None = None
     tokens: int | None = None
-    cache: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+    computed: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def row_position_BR(self) -> Tensor:
         """Positions of the requested rows."""
-        return last(self.position_BT, self.rows)
+        return last_rows(self.position_BT, self.rows)
 
-    def last(self, rows: int) -> Span:
+    def last_rows(self, rows: int) -> Span:
         """Return this span with ``rows`` requested rows, limited to 0 .. T."""
         rows = max(0, min(rows, self.position_BT.shape[1]))
         return self if rows == self.rows else replace(self, rows=rows)
 
     def cut(self) -> Span:
-        """Return the span of the next layer: the rows of this layer are its new positions.
+        """Return the span of the next layer: its new positions are the rows of this layer.
 
-        If these are fewer, the new span is not a single whole document, and it shares no computed values.
+        If this layer computes fewer rows than positions, the next span is not a whole document, and it shares no
+        computed values.
         """
         if self.rows == self.position_BT.shape[1]:
             return self
@@ -69,9 +70,9 @@ class Span:
         """
         if torch.compiler.is_compiling():  # recomputed blocks must have no side effects, and a compiler removes repeats
             return make()
-        if key not in self.cache:
-            self.cache[key] = make()
-        return self.cache[key]
+        if key not in self.computed:
+            self.computed[key] = make()
+        return self.computed[key]
 
 
 def document_positions(documents_BT: Tensor, last_document_B: Tensor, last_position_B: Tensor) -> Tensor:

@@ -52,20 +52,20 @@ class Step(NamedTuple):
     """An operation of a tape.
 
     Attributes:
-        repeat: runs it again, on the same tensors.
+        replay: runs it again, on the same tensors.
         reads, writes, makes: storages of its arguments, storages that it may change, and storages of its outputs.
-        kept: tensors that must live as long as the tape.
+        tensors: tensors that must live as long as the tape.
         drawn: whether it draws random numbers.
-        hands_over: whether it writes the static memory, at the end of a call.
+        writes_memory: whether it writes the static memory, at the end of a call.
     """
 
-    repeat: Callable[[], Any]
+    replay: Callable[[], Any]
     reads: frozenset[int]
     writes: frozenset[int] = frozenset()
     makes: frozenset[int] = frozenset()
-    kept: tuple[Any, ...] = ()
+    tensors: tuple[Any, ...] = ()
     drawn: bool = False
-    hands_over: bool = False
+    writes_memory: bool = False
 
 
 class Tape(TorchDispatchMode):
@@ -83,20 +83,20 @@ class Tape(TorchDispatchMode):
         reads, made = _storages((args, kwargs)), _storages(out)
         if func._schema.is_mutable:
             # The operator's own function, so that no Python runs between the copies into a static memory.
-            again, hands_over = partial(func._op, *args, **kwargs), func is aten._foreach_copy_.default
-            step = Step(again, reads, writes=reads, hands_over=hands_over)
+            again, writes_memory = partial(func._op, *args, **kwargs), func is aten._foreach_copy_.default
+            step = Step(again, reads, writes=reads, writes_memory=writes_memory)
         elif func.overloadpacket in EMPTY or made <= reads:
-            step = Step(_nothing, reads, makes=made - reads, kept=(out,))
+            step = Step(_nothing, reads, makes=made - reads, tensors=(out,))
         else:
             drawn = torch.Tag.nondeterministic_seeded in func.tags
             step = Step(_into(out, func, args, kwargs), reads, makes=made - reads, drawn=drawn)
         self.steps.append(step)
         return out
 
-    def note(self, repeat: Callable[[], None], arguments: tuple[Any, ...]) -> None:
+    def note(self, replay: Callable[[], None], arguments: tuple[Any, ...]) -> None:
         """Record a compiled loop, which may write to any of its arguments."""
         storages = _storages(arguments)
-        self.steps.append(Step(repeat, storages, writes=storages, kept=arguments))
+        self.steps.append(Step(replay, storages, writes=storages, tensors=arguments))
 
     def varying(self) -> list[Step]:
         """Return the steps that must be replayed: all but views and constants."""
@@ -106,7 +106,7 @@ class Tape(TorchDispatchMode):
         for step in self.steps:
             if step.makes and not step.drawn and step.reads <= constant and not step.makes & written:
                 constant |= step.makes
-            elif step.repeat is not _nothing:
+            elif step.replay is not _nothing:
                 steps.append(step)
         return steps
 
@@ -132,10 +132,10 @@ class Tapes:
         with without_autocast_cache(), notes(tape.note), NoHostReads(), tape:
             result = call()
         undo()
-        return Repeat(tape, result)
+        return TapeReplay(tape, result)
 
 
-class Repeat:
+class TapeReplay:
     """A replay of a recorded call.
 
     Args:
@@ -151,19 +151,19 @@ class Repeat:
     def __init__(self, tape: Tape, result: Tensor):
         self.tape, self.result = tape, result
         steps = tape.varying()
-        self.steps = [step.repeat for step in steps]
-        writing = [number for number, step in enumerate(steps) if step.hands_over] or [len(steps)]
+        self.steps = [step.replay for step in steps]
+        writing = [number for number, step in enumerate(steps) if step.writes_memory] or [len(steps)]
         self._writing = slice(writing[0], writing[-1] + 1)
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
-        for repeat in self.steps[: self._writing.start]:
-            repeat()
+        for replay in self.steps[: self._writing.start]:
+            replay()
         copies = map(operator.call, self.steps[self._writing])
         self.written = True  # Python handles no signal until the last copy is done, as in a plain call
         list(copies)
-        for repeat in self.steps[self._writing.stop :]:
-            repeat()
+        for replay in self.steps[self._writing.stop :]:
+            replay()
         return self.result
 
 

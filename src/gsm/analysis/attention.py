@@ -14,12 +14,12 @@ from torch import Tensor
 
 from gsm.cache.slots import plan_slots
 from gsm.models.gsm import GSM
-from gsm.observe import Seen
-from gsm.shapes import last
+from gsm.observe import Recording
+from gsm.shapes import last_rows
 from gsm.slots.state_reader.base import StateAttention
 
 
-def attention_map(model: GSM, seen: Seen, name: str, sequence: int = 0) -> Tensor:
+def attention_map(model: GSM, seen: Recording, name: str, sequence: int = 0) -> Tensor:
     """How much every row looks at every position of a sequence, float [R, T]: the mean over heads.
 
     The weight of a bank entry is divided evenly among its tokens; entries of the state that one position has written
@@ -29,7 +29,7 @@ def attention_map(model: GSM, seen: Seen, name: str, sequence: int = 0) -> Tenso
     return near_RT + far_RT
 
 
-def attention_parts(model: GSM, seen: Seen, name: str, sequence: int = 0) -> tuple[Tensor, Tensor]:
+def attention_parts(model: GSM, seen: Recording, name: str, sequence: int = 0) -> tuple[Tensor, Tensor]:
     """The same in two maps: one for the window (in a decoder layer, the state's entries), one for the bank.
 
     Args:
@@ -77,13 +77,13 @@ def entries_back(model: GSM, name: str, entries: int) -> Tensor:
     return torch.cat([torch.arange(entries - own_entries - 1, -1, -1) // each, torch.arange(own_entries - 1, -1, -1)])
 
 
-def decoder_attention(model: GSM, seen: Seen) -> Tensor:
+def decoder_attention(model: GSM, seen: Recording) -> Tensor:
     """Return the weights of the decoder's layers, float32 [L, E]: the mean over heads, and over the rows that see a
     whole state. If no row does, the mean is over all rows but padding."""
     first, means = model.geometry.encoder_layers + 1, []
     for layer in range(first, model.geometry.depth + 1):
         weight_BRHE = seen[f"decoder/{layer}/weights"]
-        position_BR = last(seen["position"], weight_BRHE.shape[1])
+        position_BR = last_rows(seen["position"], weight_BRHE.shape[1])
         whole_BR = position_BR >= model.writer.positions - 1
         means.append(weight_BRHE[whole_BR if whole_BR.any() else position_BR >= 0].float().mean(dim=(0, 1)))
     return torch.stack(means)
@@ -97,18 +97,18 @@ def names_of(model: GSM) -> list[str]:
     return [*encoder, *(f"stage/{stage}" for stage in range(1, stages + 1)), *decoder]
 
 
-def sinks(model: GSM, seen: Seen) -> dict[str, Tensor]:
+def sinks(model: GSM, seen: Recording) -> dict[str, Tensor]:
     """Return the share that every head of every attention leaves to its sink, by name, float [H]: the mean over rows,
     without padding. It needs a recorded call (``position``, ``*/weights``)."""
     sinks = {}
     for name in names_of(model):
         weight_BRHE = seen[f"{name}/weights"]
-        counted_BR = last(seen["position"], weight_BRHE.shape[1]) >= 0
+        counted_BR = last_rows(seen["position"], weight_BRHE.shape[1]) >= 0
         sinks[name] = weight_BRHE[counted_BR][..., -1].mean(dim=0)
     return sinks
 
 
-def by_distance(model: GSM, seen: Seen, name: str, edges: Tensor) -> Tensor:
+def by_distance(model: GSM, seen: Recording, name: str, edges: Tensor) -> Tensor:
     """Return the weight on entries by their distance from the row, in tokens, float [D]: a mean over rows and heads.
     It sums to less than 1, and the rest is the sink's weight.
 
@@ -121,7 +121,7 @@ def by_distance(model: GSM, seen: Seen, name: str, edges: Tensor) -> Tensor:
     """
     weight_BRE, chosen_BRK = seen[f"{name}/weights"].mean(dim=2), seen.get(f"{name}/top_k")
     slots = 0 if chosen_BRK is None else chosen_BRK.shape[2]
-    position_BR1 = last(seen["position"], weight_BRE.shape[1])[..., None]
+    position_BR1 = last_rows(seen["position"], weight_BRE.shape[1])[..., None]
     back_W = entries_back(model, name, weight_BRE.shape[2] - slots - 1).to(weight_BRE.device)
     distance_BRE = back_W.expand(*weight_BRE.shape[:2], -1)
     if chosen_BRK is not None:
@@ -133,7 +133,7 @@ def by_distance(model: GSM, seen: Seen, name: str, edges: Tensor) -> Tensor:
     return total_D / (position_BR1 >= 0).sum()
 
 
-def selections(model: GSM, seen: Seen) -> dict[int, Tensor]:
+def selections(model: GSM, seen: Recording) -> dict[int, Tensor]:
     """By stage, how many tokens before its row every selected entry begins, int64 [B, R, K], -1 for none; of a call
     without a memory."""
     ratio, distances = model.geometry.encoder_ratio, {}
@@ -142,18 +142,18 @@ def selections(model: GSM, seen: Seen) -> dict[int, Tensor]:
         if chosen_BRK is None:
             continue
         rows, position_BT = chosen_BRK.shape[1], seen["position"]
-        first_BR = last(plan_slots(position_BT, ratio, None).first_BT, rows)
+        first_BR = last_rows(plan_slots(position_BT, ratio, None).first_BT, rows)
         entry_BRK = (chosen_BRK - first_BR[..., None]) * ratio
-        distances[stage] = (last(position_BT, rows)[..., None] - entry_BRK).where(chosen_BRK >= 0, -1)
+        distances[stage] = (last_rows(position_BT, rows)[..., None] - entry_BRK).where(chosen_BRK >= 0, -1)
     return distances
 
 
-def selected_distances(model: GSM, seen: Seen) -> dict[int, Tensor]:
+def selected_distances(model: GSM, seen: Recording) -> dict[int, Tensor]:
     """The same without the places of rows and slots that hold none, int64 [N]."""
     return {stage: back_BRK[back_BRK >= 0] for stage, back_BRK in selections(model, seen).items()}
 
 
-def selected_weights(model: GSM, seen: Seen, rows: int, sequence: int = 0) -> dict[int, Tensor]:
+def selected_weights(model: GSM, seen: Recording, rows: int, sequence: int = 0) -> dict[int, Tensor]:
     """Return the weights of the last rows on their selected entries, by stage, float [R, T] over the sequence. A weight
     is the mean over heads; the weight of an entry stands at each of its tokens. It is NaN at tokens not selected.
 

@@ -16,7 +16,7 @@ from gsm.analysis.needles import NeedleMap, NeedleTest
 from gsm.analysis.probes import Probe
 from gsm.analysis.rollout import Routes
 from gsm.models.gsm import GSM
-from gsm.observe import Seen
+from gsm.observe import Recording
 from gsm.plots import SMALL, finish
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def restored_by_place(axes: Axes, found: Mapping[str, Mapping[int, float]], plac
     finish(axes, places, BROUGHT_BACK, ncols=len(found), loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
-def reach(axes: Axes, model: GSM, seen: Seen, names: Sequence[str], most: int) -> None:
+def reach(axes: Axes, model: GSM, seen: Recording, names: Sequence[str], most: int) -> None:
     """Draw the weight of some attentions by distance, in doubling steps up to ``most`` tokens."""
     edges = torch.tensor([0, *(1 << power for power in range((most - 1).bit_length()))])
     labels = ["0", "1", *(f"{low:,}-{2 * low - 1:,}" for low in edges[2:].tolist())]
@@ -262,7 +262,7 @@ def reach(axes: Axes, model: GSM, seen: Seen, names: Sequence[str], most: int) -
     finish(axes, "distance (tokens)", "attention (fraction)")
 
 
-def sink_bars(axes: Axes, model: GSM, seen: Seen) -> None:
+def sink_bars(axes: Axes, model: GSM, seen: Recording) -> None:
     """Draw the weight of each attention's sink: a bar for the mean over heads, a dot for each head."""
     weights = sinks(model, seen)
     colours = {"encoder": plots.COLOURS[0], "stage": plots.COLOURS[1], "decoder": plots.COLOURS[2]}

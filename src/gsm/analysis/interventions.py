@@ -25,7 +25,7 @@ from gsm.models.base import LanguageModel
 from gsm.models.checks import IGNORED
 from gsm.models.gsm import GSM
 from gsm.observe import patch
-from gsm.shapes import last
+from gsm.shapes import last_rows
 
 
 @contextmanager
@@ -41,11 +41,11 @@ def without_entries(model: GSM, gone_BT: Tensor, *, start: bool = True) -> Itera
 
     def gone(entry_BEC: Tensor) -> Tensor:
         slots = model.writer.slots
-        gone_BE = last(gone_BT, entry_BEC.shape[1] // slots).repeat_interleave(slots, dim=1)
+        gone_BE = last_rows(gone_BT, entry_BEC.shape[1] // slots).repeat_interleave(slots, dim=1)
         return entry_BEC.masked_fill(gone_BE[..., None], 0)
 
     def nothing(x: Tensor) -> Tensor:
-        gone_BR = last(gone_BT, x.shape[1])
+        gone_BR = last_rows(gone_BT, x.shape[1])
         return x.masked_fill(gone_BR.view(*gone_BR.shape, *[1] * (x.ndim - 2)), 0)
 
     with ExitStack() as stack:
@@ -78,7 +78,7 @@ def without_stage(model: GSM, stage: int, gone_BT: Tensor | None = None) -> Abst
     def nothing(increment_BRD: Tensor) -> Tensor:
         if gone_BT is None:
             return torch.zeros_like(increment_BRD)
-        return increment_BRD.masked_fill(last(gone_BT, increment_BRD.shape[1])[..., None], 0)
+        return increment_BRD.masked_fill(last_rows(gone_BT, increment_BRD.shape[1])[..., None], 0)
 
     return patch(f"stage/{stage}/increment", nothing, model)
 

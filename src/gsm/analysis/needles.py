@@ -21,7 +21,7 @@ from gsm.data.synthetic import HELD_OUT, Generated
 from gsm.models.base import LanguageModel
 from gsm.models.checks import IGNORED
 from gsm.models.gsm import GSM
-from gsm.observe import Seen, record
+from gsm.observe import Recording, record
 
 AT_ONCE = 16384  # tokens of all sequences read at a time
 What = Literal["entries", "retrieved", "slots"]
@@ -201,7 +201,7 @@ def answers_without(model: GSM, apart: Asked, what: What, place_NK: Tensor, star
     return _joined(_in_parts(model, apart, lambda part: taken[what](gone_NT[part])))
 
 
-def _entries(model: GSM, seen: Seen, asked: Asked, here: list[int], start: bool) -> Tensor:
+def _entries(model: GSM, seen: Recording, asked: Asked, here: list[int], start: bool) -> Tensor:
     """Return the score of each position's entry for some questions, -1 where the row does not see it."""
     from_needle_TT, decoder_TT = state_routes(model, seen).total_TT, decoder_rollout(model, seen)
     scores = []
@@ -213,7 +213,7 @@ def _entries(model: GSM, seen: Seen, asked: Asked, here: list[int], start: bool)
     return torch.stack(scores)
 
 
-def _slots(model: GSM, seen: Seen, asked: Asked, here: list[int]) -> Tensor:
+def _slots(model: GSM, seen: Recording, asked: Asked, here: list[int]) -> Tensor:
     """Return the score of each slot for some questions, -1 where no stage selects it for the row of the key."""
     way_ST, slots = state_routes(model, seen).way_ST, len(asked.token_BT[0]) // model.geometry.encoder_ratio
     score_NF = torch.full((len(here), slots + 1), -1.0, dtype=way_ST.dtype)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
-from gsm.observe import Seen, record
-from gsm.shapes import last
+from gsm.observe import Recording, record
+from gsm.shapes import last_rows
 from gsm.tables import grid_lines
 
 CHUNK = 4096  # tokens of a sequence read at a time
@@ -113,7 +113,7 @@ def overlaps(model: LanguageModel, sequences: Sequence[Mapping[str, Tensor]]) ->
     return {stage: torch.cat(parts) for stage, parts in sorted(by_stage.items())}
 
 
-def overlaps_seen(model: GSM, seen: Seen) -> dict[int, Tensor]:
+def overlaps_seen(model: GSM, seen: Recording) -> dict[int, Tensor]:
     """Return the same for one recorded call: stage s against the encoder layer that it stands on."""
     geometry, by_stage = model.geometry, {}
     for stage, layer in enumerate(model.aggregation.layers, 1):
@@ -121,8 +121,8 @@ def overlaps_seen(model: GSM, seen: Seen) -> dict[int, Tensor]:
         if own_BRJ is None or theirs_BTK is None:
             continue
         rows = own_BRJ.shape[1]
-        visible_BR = (last(seen["position"], rows) + 1) // geometry.encoder_ratio
-        count_BR = shared_slots(own_BRJ, last(theirs_BTK, rows))
+        visible_BR = (last_rows(seen["position"], rows) + 1) // geometry.encoder_ratio
+        count_BR = shared_slots(own_BRJ, last_rows(theirs_BTK, rows))
         by_stage[stage] = count_BR[visible_BR > geometry.top_k].float() / geometry.top_k
     return by_stage
 
@@ -137,7 +137,7 @@ def shared_slots(own_BRJ: Tensor, theirs_BRK: Tensor) -> Tensor:
     return ((sorted_BRK.gather(-1, place_BRJ) == own_BRJ) & (own_BRJ >= 0)).sum(dim=-1)
 
 
-def _recordings(model: GSM, sequences: Sequence[Mapping[str, Tensor]]) -> Iterator[Seen]:
+def _recordings(model: GSM, sequences: Sequence[Mapping[str, Tensor]]) -> Iterator[Recording]:
     """Yield the recorded selections of every chunk of all sequences."""
     if not sequences:
         return

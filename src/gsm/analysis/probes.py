@@ -19,7 +19,7 @@ from gsm.analysis.needles import Asked
 from gsm.analysis.state import unrotated
 from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
-from gsm.observe import Seen, record
+from gsm.observe import Recording, record
 from gsm.shapes import promoted
 
 TAPS = ("state/*", "decoder/*/state")
@@ -170,7 +170,7 @@ def of_needles(model: LanguageModel, asked: Asked, before: int = 0, *, held_out:
     return {name: probe(value_BRF.flatten(0, 1), value_N, held_out=share) for name, value_BRF in features}
 
 
-def _features(model: LanguageModel, seen: Seen, row: int) -> dict[str, Tensor]:
+def _features(model: LanguageModel, seen: Recording, row: int) -> dict[str, Tensor]:
     if not isinstance(model, GSM):
         layers = [value_BHRC.flatten(1) for name, value_BHRC in seen.items() if name.endswith("/state")]
         if not layers:

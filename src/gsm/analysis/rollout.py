@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gsm.analysis.attention import attention_map, attention_parts
 from gsm.models.gsm import GSM
-from gsm.observe import Seen
+from gsm.observe import Recording
 
 TAPS = ("position", "encoder/*/weights", "*/top_k", "stage/*", "state/e", "decoder/*/weights")
 
@@ -52,7 +52,7 @@ class Routes:
         return self.share_STT.sum(dim=-1)
 
 
-def state_routes(model: GSM, seen: Seen, sequence: int = 0) -> Routes:
+def state_routes(model: GSM, seen: Recording, sequence: int = 0) -> Routes:
     """Rollout from the source positions to every entry of the state.
 
     Args:
@@ -73,7 +73,7 @@ def state_routes(model: GSM, seen: Seen, sequence: int = 0) -> Routes:
     return Routes(tuple(names), share_ST[..., None] * torch.stack(maps))
 
 
-def encoder_rollout(model: GSM, seen: Seen, sequence: int = 0) -> Tensor:
+def encoder_rollout(model: GSM, seen: Recording, sequence: int = 0) -> Tensor:
     """A_0 to A_L, float [L + 1, T, T]: the encoder's stream behind each layer; rows sum to 1. As ``state_routes``."""
     length, first = seen["position"].shape[1], seen["encoder/1/weights"]
     if first.shape[1] != length or seen["state/e"].shape[1] != length:
@@ -86,7 +86,7 @@ def encoder_rollout(model: GSM, seen: Seen, sequence: int = 0) -> Tensor:
     return torch.stack(maps_LTT)
 
 
-def parts_of_state(model: GSM, seen: Seen, sequence: int = 0) -> Tensor:
+def parts_of_state(model: GSM, seen: Recording, sequence: int = 0) -> Tensor:
     """Return the share of each way in z, float [S, T]: the length that z loses, as the writer makes it, when only that
     way brings nothing."""
     parts = [seen["state/e"], *(seen[f"stage/{stage}/increment"] for stage, _ in enumerate(model.aggregation, 1))]
@@ -98,7 +98,7 @@ def parts_of_state(model: GSM, seen: Seen, sequence: int = 0) -> Tensor:
     return length_ST / length_ST.sum(dim=0).clamp(min=1e-12)
 
 
-def decoder_rollout(model: GSM, seen: Seen, sequence: int = 0) -> Tensor:
+def decoder_rollout(model: GSM, seen: Recording, sequence: int = 0) -> Tensor:
     """Return the share of each position's z in the decoder's output at each row, float [R, T]; rows sum to 1.
 
     A row starts from its own z (or from the encoder's streams at its position) and adds what its layers read of the
@@ -113,7 +113,7 @@ def decoder_rollout(model: GSM, seen: Seen, sequence: int = 0) -> Tensor:
     return mixed_RT
 
 
-def _read(model: GSM, seen: Seen, name: str, sequence: int, maps: Tensor | list[Tensor], layer: int) -> Tensor:
+def _read(model: GSM, seen: Recording, name: str, sequence: int, maps: Tensor | list[Tensor], layer: int) -> Tensor:
     """Return the sources' shares in an attention on encoder layer ``layer``, [T, T]; rows sum to 1 less the sink."""
     near_TT, far_TT = attention_parts(model, seen, name, sequence)
     owner = max((bank for bank in model.geometry.bank_layers if bank <= layer), default=layer)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from gsm.models.gsm import GSM
-from gsm.observe import Seen
-from gsm.shapes import last, promoted
+from gsm.observe import Recording
+from gsm.shapes import last_rows, promoted
 from gsm_kernels import rotate
 
 
-def latents(model: GSM, seen: Seen) -> Tensor:
+def latents(model: GSM, seen: Recording) -> Tensor:
     """Return the entries of the state as they were before their rotation, [B, E, C]: equal content is equal here
     wherever it stands. Entries of several parts lie side by side.
 
@@ -23,17 +23,17 @@ def latents(model: GSM, seen: Seen) -> Tensor:
         seen: one call without a memory (``position``, and ``state/<part>`` of all parts: ``state/entries``).
     """
     entries = seen[f"state/{model.writer.parts[0].name}"].shape[1]
-    return unrotated(model, seen, last(seen["position"], entries // model.writer.slots))
+    return unrotated(model, seen, last_rows(seen["position"], entries // model.writer.slots))
 
 
-def unrotated(model: GSM, seen: Seen, position_BT: Tensor) -> Tensor:
+def unrotated(model: GSM, seen: Recording, position_BT: Tensor) -> Tensor:
     """The last entries, that were written at these document-local positions, before their rotation, [B, E, C]; of
     padding anything."""
     angles = model.writer.rope(position_BT.clamp(min=0), model.embedding.weight.dtype)
     cos_BEP, sin_BEP = (x.repeat_interleave(model.writer.slots, dim=1) for x in angles)
     parts = []
     for name, rotated in model.writer.parts:
-        entry_BEC = last(seen[f"state/{name}"], cos_BEP.shape[1])
+        entry_BEC = last_rows(seen[f"state/{name}"], cos_BEP.shape[1])
         parts.append(rotate(entry_BEC, cos_BEP, sin_BEP, inverse=True) if rotated else entry_BEC)
     return torch.cat(parts, dim=-1)
 
@@ -48,14 +48,14 @@ def effective_rank(value_EC: Tensor) -> float:
     return float(torch.special.entr(share_N).sum().exp()) if bool(share_N.any()) else 0.0
 
 
-def state_facts(model: GSM, seen: Seen) -> dict[str, float]:
+def state_facts(model: GSM, seen: Recording) -> dict[str, float]:
     """Return ``state/norm``, the mean length of z over all rows, and ``state/effective_rank`` of the state that the
     last row of each sequence sees, a mean over sequences. It takes one call without a memory; padding does not count.
 
     The length is that of z, from which entries are made: their own is fixed by a norm.
     """
     z_BRD, latent_BEC, writer = seen["state/z"], latents(model, seen), model.writer
-    counted_BR = last(seen["position"], z_BRD.shape[1]) >= 0
+    counted_BR = last_rows(seen["position"], z_BRD.shape[1]) >= 0
     facts = {"state/norm": float(promoted(z_BRD[counted_BR]).norm(dim=-1).mean())} if counted_BR.any() else {}
     seen_B = (seen["position"][:, -1] + 1).clamp(max=writer.positions) * writer.slots
     states = [latent_EC[-count:] for latent_EC, count in zip(latent_BEC, seen_B.tolist(), strict=True) if count]

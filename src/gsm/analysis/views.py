@@ -21,7 +21,7 @@ from gsm.analysis import figures
 from gsm.analysis.attention import decoder_attention, entries_back, selected_weights
 from gsm.analysis.rollout import parts_of_state
 from gsm.models.gsm import GSM
-from gsm.observe import Seen
+from gsm.observe import Recording
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +31,7 @@ TAPS = ("position", "stage/*", "state/e", "decoder/*/weights")
 WIDTH, HEIGHT = 4.8, 2.9  # inches: letters can still be read on a card of TensorBoard
 
 
-def views(model: GSM, seen: Seen) -> Iterator[tuple[str, Figure]]:
+def views(model: GSM, seen: Recording) -> Iterator[tuple[str, Figure]]:
     """Yield names and pictures: the decoder's attention to the state, as a mean and by row; the selection of the
     stages; the parts of the state. The last three are of the first sequence.
 
@@ -50,7 +50,7 @@ def views(model: GSM, seen: Seen) -> Iterator[tuple[str, Figure]]:
         yield "state_is_made_of", state_parts(model, seen)
 
 
-def decoder(model: GSM, seen: Seen, width: float = WIDTH, height: float = HEIGHT) -> Figure:
+def decoder(model: GSM, seen: Recording, width: float = WIDTH, height: float = HEIGHT) -> Figure:
     """Return a picture of each decoder layer's attention to the state, a mean over all rows that see a whole state;
     width and height in inches."""
     weight_LE, layers = decoder_attention(model, seen), _decoder(model)
@@ -62,7 +62,7 @@ def decoder(model: GSM, seen: Seen, width: float = WIDTH, height: float = HEIGHT
     return figure
 
 
-def decoder_rows(model: GSM, seen: Seen, sequence: int = 0) -> Figure:
+def decoder_rows(model: GSM, seen: Recording, sequence: int = 0) -> Figure:
     """Return a picture of each row's attention to the state: a panel for each decoder layer."""
     layers = _decoder(model)
     figure, panels = _panels(len(layers), columns=min(4, len(layers)), height=HEIGHT)
@@ -78,7 +78,7 @@ def decoder_rows(model: GSM, seen: Seen, sequence: int = 0) -> Figure:
     return figure
 
 
-def selection(model: GSM, seen: Seen, sequence: int = 0) -> Figure:
+def selection(model: GSM, seen: Recording, sequence: int = 0) -> Figure:
     """Return a picture of each stage's selection from the history, by the weight that it reads with: a panel each."""
     rows = seen[f"decoder/{model.geometry.depth}/weights"].shape[1]
     maps, stages = selected_weights(model, seen, rows, sequence), list(model.aggregation)
@@ -92,7 +92,7 @@ def selection(model: GSM, seen: Seen, sequence: int = 0) -> Figure:
     return figure
 
 
-def state_parts(model: GSM, seen: Seen, sequence: int = 0) -> Figure:
+def state_parts(model: GSM, seen: Recording, sequence: int = 0) -> Figure:
     """Return a picture of the parts of each row's z: the share of its length that is lost without the encoder's part,
     or a stage's."""
     share_SR = parts_of_state(model, seen, sequence)
@@ -101,7 +101,7 @@ def state_parts(model: GSM, seen: Seen, sequence: int = 0) -> Figure:
     return figure
 
 
-def shares(model: GSM, seen: Seen) -> dict[str, float]:
+def shares(model: GSM, seen: Recording) -> dict[str, float]:
     """Return ``state/share/encoder``, ``state/share/stage<s>``: the share of z by each way, a mean over all rows but
     padding. Empty without stages."""
     if not model.aggregation.layers:
@@ -122,7 +122,7 @@ def _decoder(model: GSM) -> range:
     return range(model.geometry.encoder_layers + 1, model.geometry.depth + 1)
 
 
-def _rows(seen: Seen, rows: int) -> range:
+def _rows(seen: Recording, rows: int) -> range:
     """Return the places of the last rows in their sequence."""
     length = seen["position"].shape[1]
     return range(length - rows, length)

@@ -28,8 +28,9 @@ class Ledger:
         """Raise ValueError if a static memory has no room for ``tokens`` more tokens."""
         if self.capacity is not None and self.used + tokens > self.capacity:
             raise ValueError(
-                f"memory is full: its capacity is {self.capacity} tokens, {self.used} are used, and {tokens} more were "
-                f"given; use start(capacity={self.used + tokens}) or more, or start() for a memory that grows"
+                f"{tokens} more tokens are not allowed because the memory is full: its capacity is {self.capacity} "
+                f"tokens, {self.used} are used. Use start(capacity={self.used + tokens}) or more, or start() for a "
+                "memory that grows"
             )
 
     def require_rows(self, tokens: int, rows: int) -> None:

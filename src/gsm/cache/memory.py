@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gsm.cache.ledger import Ledger
 from gsm.cache.slots import Slots, every_token
-from gsm.cache.store import FORGET, Column, ColumnStore, State, StateStore, StaticColumn, Window, WindowStore
+from gsm.cache.store import FORGET, Column, ColumnStore, RecurrentState, StateStore, StaticColumn, Window, WindowStore
 from gsm.span import Span
 
 
@@ -24,7 +24,8 @@ class BankCache:
     """The cache of a layer with a bank: entries, index keys, and the tokens of an unfinished group.
 
     Attributes:
-        pending: inputs of the compressor for the last m - 1 tokens or more: values and gates, concatenated.
+        pending: inputs of the compressor for the last m - 1 tokens: values and gates, concatenated. In a
+            ``BlockCache``, keys and values of m - 1 tokens or more.
         entry: bank entries, rotated.
         key: index keys, rotated (None: the owner does not search its bank).
         count_B: int64, slots filled (None in training).
@@ -112,8 +113,8 @@ class Memory:
         state: the caches of the writer: the shared state, the last M entries (GSM).
         decoder: the cache of each decoder layer, or one for all of them (baseline and comparators).
         ledger: counts and layout of this memory on the host.
-        narrowed_to: number of tokens read after the next call, for a memory that ``narrow`` made for that call only
-            (None: it is for any call).
+        narrowed_to: in a view that ``narrow`` made for one call: the tokens read once that call is done (None: this
+            memory is no such view).
     """
 
     document_B: Tensor
@@ -174,7 +175,7 @@ class Memory:
         Raises ValueError for times < 1.
         """
         if times < 1:
-            raise ValueError(f"times must be at least 1, got {times}")
+            raise ValueError(f"times={times} is not allowed because a memory has at least one sequence. Use 1 or more")
         return map_nodes(self, (Tensor,), lambda x: x.repeat_interleave(times, dim=0))
 
     def static(self, capacity: int) -> Memory:
@@ -183,15 +184,21 @@ class Memory:
         Raises ValueError for a capacity below 1.
         """
         if capacity < 1:
-            raise ValueError(f"capacity must be at least 1 token, or None for a memory that grows; got {capacity}")
+            raise ValueError(
+                f"capacity={capacity} is not allowed because a static memory holds at least 1 token. Use 1 or more, or "
+                "None for a memory that grows"
+            )
         memory = map_nodes(self, (Window, Column), lambda store: store.static(capacity))
         return replace(memory, ledger=replace(self.ledger, capacity=capacity))
 
     def narrow(self, tokens: int) -> Memory:
-        """Return a view of this memory with the bank slots that ``tokens`` tokens need.
+        """Return a view of this memory for one call, with the bank slots that the call can reach.
 
-        A call that knows its end then does not pay for the other slots. A growing memory is returned unchanged, because
-        it has no other slots.
+        The call then does not pay for the other slots. A growing memory is returned unchanged, because it has no other
+        slots.
+
+        Args:
+            tokens: number of tokens read once the call is done.
         """
         if self.capacity is None:
             return self
@@ -200,8 +207,12 @@ class Memory:
         return replace(narrowed, narrowed_to=tokens)
 
     def continued(self, span: Span, single_document: bool) -> Span:
-        """Return the span of a call with the host's knowledge about a single document; ``single_document``: the call
-        has no ``documents``."""
+        """Return the span of a call with the facts about a single document that are known on the host.
+
+        Args:
+            span: the positions of the call.
+            single_document: whether the call has no ``documents``.
+        """
         if not (single_document and self.ledger.single_document):
             return span
         if self.capacity is None:
@@ -231,11 +242,13 @@ class Memory:
             ValueError: for a growing memory (continue from the earlier memory instead), or a mark that does not fit.
         """
         if self.capacity is None:
-            raise ValueError("a growing memory is never changed in place; continue from the earlier memory instead")
+            raise ValueError(
+                "rewind() of a growing memory is not allowed because it never changes. Use the earlier memory itself"
+            )
         if mark.batch != self.batch or mark.used > self.capacity:
             raise ValueError(
-                f"a mark of batch {mark.batch} after {mark.used} tokens does not fit a memory of batch {self.batch} "
-                f"and capacity {self.capacity}"
+                f"a mark of batch {mark.batch} after {mark.used} tokens is not allowed because this memory has batch "
+                f"{self.batch} and capacity {self.capacity}. Use a mark of this memory"
             )
         _overwrite(_without_slots(self), _without_slots(mark), mark.ledger)
 
@@ -267,12 +280,16 @@ class Memory:
             ValueError: unless both are static and of the same batch, capacity and model.
         """
         if self.capacity is None:
-            raise ValueError("a growing memory is never changed in place; use the other memory itself, or its clone()")
+            raise ValueError(
+                "load() into a growing memory is not allowed because it never changes. Use the other memory itself, "
+                "or its clone()"
+            )
         target, source = [(m.batch, m.capacity, m.ledger.layout) for m in (self, other)]
         if target != source:
             raise ValueError(
-                f"memory for batch {other.batch} and capacity {other.capacity} cannot be loaded into a memory for "
-                f"batch {self.batch} and capacity {self.capacity}; batch, capacity and model must agree"
+                f"load() of a memory for batch {other.batch} and capacity {other.capacity} is not allowed because this "
+                f"one has batch {self.batch} and capacity {self.capacity}, or another model. Use a memory with the "
+                "same batch, capacity and model"
             )
         _overwrite(self, other, other.ledger)
 
@@ -285,7 +302,7 @@ def no_last_token(batch: int, device: torch.device) -> dict[str, Any]:
 
 def forgetful(node: Any) -> Any:
     """Return a copy of a cache for training: its stores discard all writes (``FORGET``)."""
-    stores = (Window, Column, State)
+    stores = (Window, Column, RecurrentState)
     return map_nodes(node, (*stores, Tensor), lambda x: FORGET if isinstance(x, stores) else None)
 
 
@@ -314,7 +331,7 @@ def _stores(node: Any) -> Iterator[tuple]:
         yield node.kind, node.size, node.entry_BEC.shape[-1], node.entry_BEC.dtype
     elif isinstance(node, Column | StaticColumn):
         yield node.kind, node.ratio, node.value_BFC.shape[-1], node.value_BFC.dtype
-    elif isinstance(node, State):
+    elif isinstance(node, RecurrentState):
         yield node.kind, *node.value_BHRC.shape[1:], node.value_BHRC.dtype
     else:
         for part in _parts(node):
@@ -344,8 +361,8 @@ def _tensors(node: Any, kind: str) -> Iterator[tuple[str, Tensor]]:
 def _overwrite(memory: Memory, after: Memory, ledger: Ledger) -> None:
     """Copy every tensor of ``after`` into the corresponding tensor of ``memory``, and the counts of ``ledger``.
 
-    If a signal handler raises, either everything is copied or nothing. Raises TypeError before any write if shapes
-    differ.
+    If a signal handler raises an exception, either everything has been copied or nothing. Raises TypeError before any
+    write if shapes differ.
     """
     pairs = list(zip(_tensors(memory, "bookkeeping"), _tensors(after, "bookkeeping"), strict=True))
     for (kind, buffer), (_, value) in pairs:
@@ -354,9 +371,9 @@ def _overwrite(memory: Memory, after: Memory, ledger: Ledger) -> None:
                 f"a static memory keeps its shapes, but {kind} changed from {list(buffer.shape)} to "
                 f"{list(value.shape)}; store growing tensors in a Window or a Column"
             )
-    # One list per dtype: on a GPU a list is one kernel if every pair has equal strides. With a batch of one, the
-    # strides of a buffer and of the end of a longer tensor differ, but only in the dimension of size 1, which is
-    # squeezed.
+    # One list per dtype: on a GPU a list is one kernel if every pair has equal strides. A new window is the end of a
+    # longer tensor. For a batch of one, its strides differ from the buffer's in the first dimension only, and squeezing
+    # removes that.
     changed: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for (_, buffer), (_, value) in pairs:
         if buffer is not value:
@@ -364,7 +381,7 @@ def _overwrite(memory: Memory, after: Memory, ledger: Ledger) -> None:
             buffers.append(buffer.squeeze(0))
             values.append(value.squeeze(0))
     copies = map(torch._foreach_copy_, *zip(*changed.values(), strict=True)) if changed else ()
-    # Python handles signals at the start of a function and after a call to C. Neither happens between counts and
+    # Python handles a signal when a function starts and when a call to C returns. Neither happens between counts and
     # copies.
     memory.ledger.follow(ledger)
     list(copies)

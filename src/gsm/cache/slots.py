@@ -33,7 +33,7 @@ class Slots:
         before_B: int64, slots filled before this call.
         last_BT: int64, slots finished up to and including each new token.
         first_BT: int64, first slot of the token's own document that it may see.
-        even: every sequence has filled the same number of slots and uses all new ones. This is known on the host.
+        uniform: whether every sequence has filled the same number of slots and uses all new ones; known on the host.
     """
 
     end_BG: Tensor
@@ -41,7 +41,7 @@ class Slots:
     before_B: Tensor
     last_BT: Tensor
     first_BT: Tensor
-    even: bool = False
+    uniform: bool = False
 
     @property
     def after_B(self) -> Tensor:
@@ -78,7 +78,7 @@ def every_token(position_BT: Tensor, before_B: Tensor | None) -> Slots:
     start_B = position_BT.new_zeros(batch) if before_B is None else before_B
     index_BT = torch.arange(length, device=position_BT.device).expand(batch, -1)
     last_BT = start_B[:, None] + index_BT + 1
-    return Slots(index_BT, position_BT, start_B, last_BT, last_BT - (position_BT + 1), even=True)
+    return Slots(index_BT, position_BT, start_B, last_BT, last_BT - (position_BT + 1), uniform=True)
 
 
 def plan_slots(position_BT: Tensor, ratio: int, before_B: Tensor | None) -> Slots:
@@ -88,7 +88,7 @@ def plan_slots(position_BT: Tensor, ratio: int, before_B: Tensor | None) -> Slot
         position_BT: int64, document-local positions, -1 for padding.
         ratio: tokens in a group (m).
         before_B: int64, slots filled before; None without a memory. With a memory, earlier tokens may have begun a
-            group: T new tokens then finish at most ceil(T / m) groups rather than floor(T / m).
+            group: T new tokens then finish at most ceil(T / m) groups, and without a memory floor(T / m).
     """
     batch, length = position_BT.shape
     finished_BT = (position_BT >= 0) & (position_BT % ratio == ratio - 1)
@@ -96,8 +96,8 @@ def plan_slots(position_BT: Tensor, ratio: int, before_B: Tensor | None) -> Slot
     start_B = position_BT.new_zeros(batch) if before_B is None else before_B
     last_BT = start_B[:, None] + rank_BT
     new = length // ratio if before_B is None else -(-length // ratio)
-    # Scatter the index of each finishing token to the rank of its group. Other tokens go to an extra slot, which is cut
-    # off.
+    # The index of each token that finishes a group is written to the rank of its group. Other tokens are written to an
+    # extra slot, which is cut off.
     target_BT = torch.where(finished_BT, rank_BT - 1, new)
     index_T = torch.arange(length, device=position_BT.device)
     end_BG = position_BT.new_full((batch, new + 1), -1).scatter(1, target_BT, index_T.expand(batch, -1))[:, :new]

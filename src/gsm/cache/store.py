@@ -3,8 +3,8 @@ mode (training or generation) or on the kind of memory:
 
                  implementation                   entries of the past    values of a bank    a recurrence's state
     training     stores nothing                   ``Forget``             ``Forget``          ``Forget``
-    growing      immutable values                 ``Window``             ``Column``          ``State``
-    static       buffers at fixed addresses       ``StaticWindow``       ``StaticColumn``    ``State``
+    growing      immutable values                 ``Window``             ``Column``          ``RecurrentState``
+    static       buffers at fixed addresses       ``StaticWindow``       ``StaticColumn``    ``RecurrentState``
     in pieces    on several ranks                 ``Halo``               ``AllSlots``        ``Relay``
 
 Stores of sequences in pieces are in ``gsm.context.pieces``. Extending a store returns the next one. Stores are pure,
@@ -84,7 +84,7 @@ class Window:
     """The last ``size`` entries.
 
     After a pruned prefill, there may be a gap in the stream between the stored entries and the next new ones. No row
-    reaches across it, because a layer always writes the ``size`` entries before its first requested row.
+    reaches across it, because a layer always writes the ``size`` positions in front of its first requested row.
     """
 
     kind: str
@@ -146,7 +146,7 @@ class Column:
         """Write the new values after the filled slots of each sequence."""
         batch, stored, width = self.value_BFC.shape
         new_BGC = in_dtype(new_BGC, self.value_BFC.dtype)
-        if slots.even:
+        if slots.uniform:
             return self.append(new_BGC)
         total, added = slots.growth
         if added == 0:
@@ -196,7 +196,7 @@ class StaticColumn:
 
 
 @dataclass(frozen=True)
-class State:
+class RecurrentState:
     """The state of a recurrence, one matrix per head.
 
     It has at least float32, so that repeated small additions are not rounded away. Growing and static memories use the
@@ -211,14 +211,14 @@ class State:
     value_BHRC: Tensor
 
     @staticmethod
-    def empty(kind: str, like_BHRC: Tensor) -> State:
+    def empty(kind: str, like_BHRC: Tensor) -> RecurrentState:
         """Return a state of zeros, with the sizes and device of ``like_BHRC``."""
-        return State(kind, promoted(torch.zeros_like(like_BHRC)))
+        return RecurrentState(kind, promoted(torch.zeros_like(like_BHRC)))
 
     def resume(self, empty_BHRC: Tensor) -> Tensor:
         """Return the stored state."""
         return self.value_BHRC
 
-    def keep(self, after_BHRC: Tensor, out_BTHC: Tensor) -> tuple[State, Tensor]:
+    def keep(self, after_BHRC: Tensor, out_BTHC: Tensor) -> tuple[RecurrentState, Tensor]:
         """Store the final state without its gradient; return the output unchanged."""
         return replace(self, value_BHRC=after_BHRC.detach()), out_BTHC

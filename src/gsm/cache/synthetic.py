@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gsm.cache.ledger import Ledger
 from gsm.cache.memory import BankCache, DenseCache, Memory, map_nodes
-from gsm.cache.store import Column, State, StaticColumn, StaticWindow, Window
+from gsm.cache.store import Column, RecurrentState, StaticColumn, StaticWindow, Window
 
 
 class Starts(Protocol):
@@ -43,29 +43,29 @@ def synthetic_memory(
     """
     memory = model.start(batch, capacity)
     memory.ledger.claim(tokens)
-    fill = partial(_filled, tokens=tokens, generator=generator)
-    memory = map_nodes(memory, (BankCache, DenseCache, Window, Column, StaticColumn, State, Ledger), fill)
+    fill = partial(_fill, tokens=tokens, generator=generator)
+    memory = map_nodes(memory, (BankCache, DenseCache, Window, Column, StaticColumn, RecurrentState, Ledger), fill)
     memory.document_B.fill_(0)
     memory.position_B.fill_(tokens - 1)
     return memory
 
 
-def _filled(node: Any, tokens: int, generator: torch.Generator | None) -> Any:
+def _fill(node: Any, tokens: int, generator: torch.Generator | None) -> Any:
     """Return a store with random contents, or a bank or cache with random contents and its count."""
-    fill = partial(_filled, tokens=tokens, generator=generator)
+    fill = partial(_fill, tokens=tokens, generator=generator)
     if isinstance(node, BankCache):
-        count_B = _counted(node.count_B, tokens // _ratio(node.entry))
+        count_B = _set_count(node.count_B, tokens // _ratio(node.entry))
         key = None if node.key is None else fill(node.key)
         return BankCache(fill(node.pending), fill(node.entry), key, count_B)
     if isinstance(node, DenseCache):
-        return DenseCache(fill(node.entry), _counted(node.count_B, tokens))
+        return DenseCache(fill(node.entry), _set_count(node.count_B, tokens))
     if isinstance(node, Window):
         return replace(node, entry_BEC=_window(node, tokens).normal_(generator=generator))
     if isinstance(node, Column):
-        return replace(node, value_BFC=_longer(node.value_BFC, tokens // node.ratio).normal_(generator=generator))
+        return replace(node, value_BFC=_buffer(node.value_BFC, tokens // node.ratio).normal_(generator=generator))
     if isinstance(node, StaticColumn):
         node.value_BFC[:, : tokens // node.ratio].normal_(generator=generator)
-    if isinstance(node, State):
+    if isinstance(node, RecurrentState):
         node.value_BHRC.normal_(std=node.value_BHRC.shape[-1] ** -0.5, generator=generator)
     return node
 
@@ -76,10 +76,10 @@ def _window(node: Window, tokens: int) -> Tensor:
         raise ValueError(
             f"tokens={tokens} is not allowed because {node.kind} must be full. Use at least {node.size} tokens"
         )
-    return node.entry_BEC if isinstance(node, StaticWindow) else _longer(node.entry_BEC, node.size)
+    return node.entry_BEC if isinstance(node, StaticWindow) else _buffer(node.entry_BEC, node.size)
 
 
-def _longer(empty_BFC: Tensor, entries: int) -> Tensor:
+def _buffer(empty_BFC: Tensor, entries: int) -> Tensor:
     return empty_BFC.new_empty(empty_BFC.shape[0], entries, empty_BFC.shape[2])
 
 
@@ -87,5 +87,5 @@ def _ratio(entry: Any) -> int:
     return entry.ratio
 
 
-def _counted(count_B: Tensor | None, slots: int) -> Tensor | None:
+def _set_count(count_B: Tensor | None, slots: int) -> Tensor | None:
     return None if count_B is None else count_B.fill_(slots)

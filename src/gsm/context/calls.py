@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from gsm.cache.memory import Memory, holds
-from gsm.cache.store import State
+from gsm.cache.store import RecurrentState
 from gsm.context.exchange import summed
 from gsm.context.pieces import Pieces, Ranks
 from gsm.layers.feed_forward import Balance
 from gsm.models.balancing import report_balance
 from gsm.models.base import CHUNK, LanguageModel, Output
-from gsm.models.checks import IGNORED, check_call, check_memory, whole
+from gsm.models.checks import IGNORED, check_call, check_memory, whole_number
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class Context(Ranks):
         documents, shape = None if documents is None else documents.long(), (tokens.shape[0], tokens.shape[1])
         memory = model.start()
         # A state goes from piece to piece, in order; without one, two pieces make the searches of all ranks even.
-        each = 1 if holds(memory, State) else 2
+        each = 1 if holds(memory, RecurrentState) else 2
         pieces = Pieces(self, shape, documents, each=each, device=tokens.device)
         arguments = {
             "tokens": pieces.cut(tokens, 0),
@@ -88,8 +88,8 @@ class Context(Ranks):
         Raises:
             ValueError: on all ranks, as ``LanguageModel.prefill``.
         """
-        chunk = whole("chunk", chunk)
-        check_call(model.vocabulary, tokens, documents, None, None, remembered=True)
+        chunk = whole_number("chunk", chunk)
+        check_call(model.vocabulary, tokens, documents, None, None, has_memory=True)
         check_memory(memory, model.start().ledger.layout, tokens, 1)
         before = memory.mark() if memory.capacity is not None else None
         start, left = 0, tokens.shape[1] - _suffix(model)

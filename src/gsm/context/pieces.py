@@ -30,14 +30,14 @@ from torch import Tensor
 from gsm.cache.ledger import Ledger
 from gsm.cache.memory import BankCache, DenseCache, Memory, map_nodes
 from gsm.cache.slots import Slots, every_token, plan_slots
-from gsm.cache.store import Column, ColumnStore, State, StateStore, StaticColumn, Window, WindowStore
+from gsm.cache.store import Column, ColumnStore, RecurrentState, StateStore, StaticColumn, Window, WindowStore
 from gsm.context.exchange import broadcast, gathered, passed_on, received, scattered
 from gsm.exchange import routed
-from gsm.shapes import last
+from gsm.shapes import last_rows
 from gsm.span import Span, document_positions, following_positions
 from gsm_kernels.device import in_dtype, once
 
-KINDS = (DenseCache, BankCache, Window, Column, StaticColumn, State)  # replaced by stores that exchange
+KINDS = (DenseCache, BankCache, Window, Column, StaticColumn, RecurrentState)  # replaced by stores that exchange
 CACHES = ("encoder", "stages", "state", "decoder")  # fields of a memory
 
 
@@ -348,7 +348,7 @@ class Halo:
             return seen_BEC, self
         stored_BEC = self.inner.entry_BEC
         size = min(self.size, stored_BEC.shape[1] + pieces.count * new_BTC.shape[1])
-        after_BEC = in_dtype(last(all_YEBC[-1].transpose(0, 1), size), stored_BEC.dtype)
+        after_BEC = in_dtype(last_rows(all_YEBC[-1].transpose(0, 1), size), stored_BEC.dtype)
         return seen_BEC, replace(self.inner, entry_BEC=after_BEC)
 
     def stored(self, new_BTC: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from gsm.cache.memory import Memory, holds, map_nodes
-from gsm.cache.store import Column, State, Window
+from gsm.cache.store import Column, RecurrentState, Window
 from gsm.models.base import LanguageModel
 from gsm.models.geometry import Geometry
 
@@ -49,7 +49,7 @@ def sent(model: LanguageModel, *, batch: int, tokens: int, ranks: int, number_by
         ranks: number of ranks that divide the sequences.
         number_bytes: bytes per element of an entry, 2 in bfloat16; states have at least 4.
     """
-    each = 1 if holds(model.start(), State) else 2
+    each = 1 if holds(model.start(), RecurrentState) else 2
     length = -(-tokens // (each * ranks))
     traffic: dict[tuple[str, str], list[int]] = {}
     for store in _stores(model.start()):
@@ -77,10 +77,10 @@ def ring(geometry: Geometry, *, batch: int, tokens: int, ranks: int, number_byte
     return geometry.depth * numbers * batch * number_bytes
 
 
-def _stores(memory: Memory) -> Iterator[Window | Column | State]:
+def _stores(memory: Memory) -> Iterator[Window | Column | RecurrentState]:
     """Yield all stores of a memory in order."""
-    stores: list[Window | Column | State] = []
-    map_nodes(memory, (Window, Column, State), stores.append)
+    stores: list[Window | Column | RecurrentState] = []
+    map_nodes(memory, (Window, Column, RecurrentState), stores.append)
     yield from stores
 
 

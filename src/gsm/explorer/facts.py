@@ -25,7 +25,7 @@ from gsm.analysis.rollout import TAPS, state_routes
 from gsm.models.base import LanguageModel, Output
 from gsm.models.checks import IGNORED
 from gsm.models.gsm import GSM
-from gsm.observe import Seen, record
+from gsm.observe import Recording, record
 from gsm.shapes import promoted
 from gsm.slots.state_reader.base import StateAttention
 
@@ -200,7 +200,7 @@ def _guesses(out: Output) -> tuple[Tensor, Tensor]:
     return torch.cat([part.indices for part in best]), torch.cat([part.values for part in best])
 
 
-def _reading(model: GSM, seen: Seen, name: str) -> Reading:
+def _reading(model: GSM, seen: Recording, name: str) -> Reading:
     weight_THE = seen[f"{name}/weights"][0]
     chosen_BTK = seen.get(f"{name}/top_k")
     chosen_TK = torch.zeros(len(weight_THE), 0).long() if chosen_BTK is None else chosen_BTK[0]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gsm.cache.slots import Slots
 from gsm.layers.rope import Angles
-from gsm.shapes import last
+from gsm.shapes import last_rows
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Bank:
     slots: Slots
     angles: Angles
 
-    def last(self, rows: int) -> Bank:
+    def last_rows(self, rows: int) -> Bank:
         """Return the bank for the last ``rows`` rows."""
         if rows == self.first_BR.shape[1]:
             return self
-        return replace(self, first_BR=last(self.first_BR, rows), last_BR=last(self.last_BR, rows))
+        return replace(self, first_BR=last_rows(self.first_BR, rows), last_BR=last_rows(self.last_BR, rows))
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,16 @@ class Attended:
     bias_BRK: Tensor | None = None
     pool_BRN: Tensor | None = None
 
-    def last(self, rows: int) -> Attended:
+    def last_rows(self, rows: int) -> Attended:
         """Return the entries for the last ``rows`` rows."""
         if self.bank is None or rows == self.bank.first_BR.shape[1]:  # no tensor has rows, or all rows are wanted
             return self
         return replace(
             self,
-            bank=self.bank.last(rows),
-            chosen_BRK=None if self.chosen_BRK is None else last(self.chosen_BRK, rows),
-            bias_BRK=None if self.bias_BRK is None else last(self.bias_BRK, rows),
-            pool_BRN=None if self.pool_BRN is None else last(self.pool_BRN, rows),
+            bank=self.bank.last_rows(rows),
+            chosen_BRK=None if self.chosen_BRK is None else last_rows(self.chosen_BRK, rows),
+            bias_BRK=None if self.bias_BRK is None else last_rows(self.bias_BRK, rows),
+            pool_BRN=None if self.pool_BRN is None else last_rows(self.pool_BRN, rows),
         )
 
     def choose(self, chosen_BRK: Tensor | None, bias_BRK: Tensor | None = None) -> Attended:

@@ -13,7 +13,7 @@ from gsm.layers.costs import LayerCost
 from gsm.layers.key_value import History, KeyValue, RangeAttention
 from gsm.layers.projections import Shape
 from gsm.layers.rope import Rope
-from gsm.shapes import last
+from gsm.shapes import last_rows
 from gsm.span import Span
 
 
@@ -54,7 +54,7 @@ class Attention(RangeAttention):
         entry_BTU = self.key_value(x_BTD, angles)
         seen_BFU, slots, cache = cache.extend(entry_BTU, span)
         history = self.key_value.history(seen_BFU, slots, span)
-        return self.read(last(x_BTD, span.rows), history, angles.last(span.rows)), LayerOutput(cache)
+        return self.read(last_rows(x_BTD, span.rows), history, angles.last_rows(span.rows)), LayerOutput(cache)
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
         """Return the cost of the layer."""
@@ -81,8 +81,8 @@ class CrossAttention(RangeAttention):
 
     def forward(self, x_BTD: Tensor, span: Span, cache: None, below: History) -> tuple[Tensor, LayerOutput]:
         """Attend to ``below``, the history as the rows see it, for the last R of T positions; pass it on."""
-        angles = self.rope.at(span, x_BTD.dtype).last(span.rows)
-        return self.read(last(x_BTD, span.rows), below.last(span.rows), angles), LayerOutput(None, below)
+        angles = self.rope.at(span, x_BTD.dtype).last_rows(span.rows)
+        return self.read(last_rows(x_BTD, span.rows), below.last_rows(span.rows), angles), LayerOutput(None, below)
 
     def work(self, kind: str, below: LayerCost) -> LayerCost:
         """Return the cost of attending to the history stored by ``below``."""

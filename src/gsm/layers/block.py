@@ -17,7 +17,7 @@ from gsm_kernels import IndexerLoss
 
 
 class LayerOutput(NamedTuple):
-    """The outputs of a layer beside its streams.
+    """The outputs of a layer apart from its streams.
 
     Attributes:
         cache: its cache after the call (None: it has none).
@@ -63,7 +63,7 @@ class Mixer(Protocol):
 
 
 class MixerGeometry(Protocol):
-    """The fields of the geometry that a mixer of the slot ``model/mixer`` may use, beside the widths of attention."""
+    """The fields of the geometry, apart from attention widths, that a mixer of the slot ``model/mixer`` may use."""
 
     @property
     def window(self) -> int:
@@ -124,7 +124,7 @@ class Block(nn.Module):
         layer_input_BTD = entering(self.attention_residual, streams)
         update_BRD, out = self.attention(self.attention_norm(layer_input_BTD), span, cache, below)
         if not span.rows:
-            streams = streams.last(0)
+            streams = streams.last_rows(0)
             return streams, out._replace(layer_input_BTD=layer_input_BTD, layer_output_BRD=streams.mixed_BTD)
         streams = self.attention_residual.leave(streams, update_BRD)
         fed_input_BRD = entering(self.feed_forward_residual, streams)

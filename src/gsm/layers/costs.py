@@ -241,8 +241,8 @@ def check_pool(pool: int, top_k: int) -> None:
     incomplete."""
     if pool - POOL_BLOCK + 1 < top_k:
         raise ValueError(
-            f"the cost is not known for a pool of {pool} slots, because it can lack {POOL_BLOCK - 1} slots and then "
-            f"hold fewer than top_k={top_k}; use more candidate_blocks"
+            f"a candidate pool of {pool} slots is not allowed because it can lack {POOL_BLOCK - 1} slots and then hold "
+            f"fewer than top_k={top_k}, for which the cost is not known. Use more candidate_blocks"
         )
 
 

@@ -78,7 +78,7 @@ class MixtureOfExperts(nn.Module):
         if rest:
             raise ValueError(
                 f"feed_forward_dim={hidden_dim} is not allowed because the {chosen + 1} experts of a row (chosen + 1) "
-                "must divide it"
+                f"must divide it. Use a multiple of {chosen + 1}"
             )
         self.chosen, self.route_scale, self.balance_weight = chosen, route_scale, balance_weight
         self.bias_step = bias_step
@@ -118,7 +118,7 @@ class MixtureOfExperts(nn.Module):
         moved = 3 * self.chosen * (dim + width)
         return products(self.router, self.shared) + ProductCost(each, moved, every.weights, every.weights, each)
 
-    def unmet(self) -> int:
+    def inactive_weights(self) -> int:
         """Return the number of weights of the experts that a row is not sent to."""
         each = sum(p[0].numel() for p in self.experts.parameters())
         return (self.nudges_E.numel() - self.chosen) * each
@@ -189,13 +189,13 @@ class Experts(nn.Module):
 
     def compute(self, x_MD: Tensor, weight_M1: Tensor, expert_M: Tensor) -> Tensor:
         """Return weight_m expert_m(x_m), for rows sorted by expert."""
-        gate, up, down = (self.here(weight).to(x_MD.dtype) for weight in (self.gate, self.up, self.down))
+        gate, up, down = (self.local(weight).to(x_MD.dtype) for weight in (self.gate, self.up, self.down))
         index = torch.arange(len(gate), device=expert_M.device)
         end_E = torch.searchsorted(expert_M, index, right=True, out_int32=True)
         hidden_MF = swiglu(grouped_linear(x_MD, gate, end_E), grouped_linear(x_MD, up, end_E), self.limit)
         return grouped_linear((hidden_MF * weight_M1).to(hidden_MF.dtype), down, end_E)
 
-    def here(self, weight: Tensor) -> Tensor:
+    def local(self, weight: Tensor) -> Tensor:
         """Return the weights of this rank's experts.
 
         Their gradient is divided by the number of ranks in the group: they get rows of all ranks, and the losses of the
@@ -213,16 +213,16 @@ class Experts(nn.Module):
         count_E = torch.searchsorted(expert_M, index_E, right=True).diff(prepend=index_E.new_zeros(1))
         ranks, local = group.size(), self.experts // group.size()
         # Rows from each rank for each local expert.
-        came_NE = routed(count_E, [local] * ranks, [local] * ranks, group).view(ranks, local)
-        sent, got = torch.stack([count_E.view(ranks, local).sum(1), came_NE.sum(1)]).tolist()
-        local_M = torch.arange(local, device=expert_M.device).repeat(ranks).repeat_interleave(came_NE.flatten())
+        received_NE = routed(count_E, [local] * ranks, [local] * ranks, group).view(ranks, local)
+        sent, received = torch.stack([count_E.view(ranks, local).sum(1), received_NE.sum(1)]).tolist()
+        local_M = torch.arange(local, device=expert_M.device).repeat(ranks).repeat_interleave(received_NE.flatten())
         local_M, order_M = local_M.sort(stable=True)
         place_M = torch.zeros_like(order_M).scatter(0, order_M, torch.arange(len(order_M), device=order_M.device))
-        x_MD, weight_M1 = (routed(x, sent, got, group) for x in (x_MD, weight_M1))
+        x_MD, weight_M1 = (routed(x, sent, received, group) for x in (x_MD, weight_M1))
         y_MD = self.compute(
             _Permuted.apply(x_MD, order_M, place_M), _Permuted.apply(weight_M1, order_M, place_M), local_M
         )
-        return routed(_Permuted.apply(y_MD, place_M, order_M), got, sent, group)
+        return routed(_Permuted.apply(y_MD, place_M, order_M), received, sent, group)
 
 
 def ways_to_divide(parts: Sequence[Experts], ranks: int) -> list[int]:

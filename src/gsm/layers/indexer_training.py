@@ -20,15 +20,17 @@ from gsm.layers.rope import Angles
 from gsm.layers.search import Selection
 from gsm_kernels import IndexerLoss, indexer_kl, score_slots
 
-RUNS = 16  # runs of neighbouring rows in a sample; neighbours share windows, and 1,024 rows make whole tiles
+# Runs of neighbouring rows in a sample. Neighbours share windows, and a run of 1,024 / 16 rows is one tile.
+RUNS = 16
 TILE = 64  # rows of a tile in the kernels
 
 
 class IndexerTraining:
     """Base of all variants: indexers get no gradient."""
 
-    # Whether a loss of its own trains an indexer, and whether the language-model loss does, through attention.
+    # Whether an indexer has a loss of its own.
     by_loss = False
+    # Whether the language-model loss trains an indexer, through attention.
     by_attention = False
 
     def freeze_untrained(self, model: nn.Module) -> None:
@@ -39,15 +41,15 @@ class IndexerTraining:
                 part.requires_grad_(False)
 
     def slots_with_gradient(self, tokens: int) -> Literal["none", "selected", "visible"]:
-        """Return the slots with a gradient on their scores in training on ``tokens`` tokens, for the cost model.
+        """Return which scores have a gradient in training on sequences of ``tokens`` tokens, for the cost model.
 
-        ``visible`` slots have one only in the compared rows.
+        ``selected``: scores of selected slots; ``visible``: scores of all visible slots, in the compared rows only.
         """
         return "none"
 
     def rows_compared(self, tokens: int) -> list[slice]:
-        """Return the rows for which training on ``tokens`` tokens computes attention over all visible slots, for the
-        cost model. This attention is the teacher, or measures recall."""
+        """Return the rows for which training on sequences of ``tokens`` tokens computes attention over all visible
+        slots, for the cost model. This attention is the teacher, or measures recall."""
         return []
 
     def loss(
@@ -67,7 +69,8 @@ class IndexerTraining:
             selection: the search, with index, keys and selected slots.
             query_BRHC, position_BR, window, sink_H, angles: the attention, as in ``gsm_kernels.attend``.
             attended: its window, its bank and the pool that was searched.
-            tokens: length of the whole sequences, where these rows are equal pieces of them (None: they are whole).
+            tokens: length of the whole sequences, if the rows are equal pieces of them (None: the rows are whole
+                sequences).
         """
         return None
 
@@ -167,8 +170,8 @@ def sample(call: dict[str, Any], count: int, pieces: int = 1) -> dict[str, Any]:
     """Return the arguments of ``indexer_kl`` for about ``count`` rows of a sequence: ``RUNS`` runs of neighbouring
     rows.
 
-    The pieces of a sequence share the runs equally, and each has at least one. Before each run come the entries of its
-    first window, in rows that are padding and see no slot.
+    The pieces of a sequence share the runs equally, and each has at least one. Rows of padding before each run hold the
+    window entries that its first row sees. They see no slot.
     """
     position_BR, width = call["position_BR"], call["width"]
     batch, rows = position_BR.shape
@@ -183,13 +186,13 @@ def sample(call: dict[str, Any], count: int, pieces: int = 1) -> dict[str, Any]:
     stored = call["window_BEC"].shape[1]  # including entries before the first row
     place_BS, row_BS = (stored - rows + row_BS).clamp(min=0), row_BS.clamp(min=0)
     batch_B1 = torch.arange(batch, device=position_BR.device)[:, None]
-    picked = {name: x[batch_B1, row_BS] for name, x in call.items() if "_BR" in name and x is not None}
+    rowwise = {name: x[batch_B1, row_BS] for name, x in call.items() if "_BR" in name and x is not None}
     return {
         **call,
-        **picked,
+        **rowwise,
         "window_BEC": call["window_BEC"][batch_B1, place_BS],
-        "position_BR": picked["position_BR"].where(counts_S, -1),
-        "last_BR": picked["last_BR"].where(counts_S, picked["first_BR"]),
+        "position_BR": rowwise["position_BR"].where(counts_S, -1),
+        "last_BR": rowwise["last_BR"].where(counts_S, rowwise["first_BR"]),
     }
 
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from gsm.cache.slots import Slots
 from gsm.layers.costs import LayerCost, ProductCost, Store, attention, products
 from gsm.layers.linear import Linear
-from gsm.layers.projections import Output, Query, Shape
+from gsm.layers.projections import OutputProjection, Query, Shape
 from gsm.layers.rope import Angles, Rope
 from gsm.observe import tap
-from gsm.shapes import last, promoted
+from gsm.shapes import last_rows, promoted
 from gsm.span import Span
 from gsm_kernels import attend_blocks, attend_range, rotate
 from gsm_kernels.device import full_precision
@@ -31,9 +31,13 @@ class History:
     Attributes:
         key_BFGC, value_BFGC: rotated keys, and values, of G heads in F slots.
         first_BR, last_BR: int64, the slots [first, last) that each row sees.
-        width, whole: guarantees about these ranges, known on the host: arguments of ``gsm_kernels.attend_range``.
+        width: largest number of slots of a range, if the slots are a stream that ends with the rows (None: no limit).
+        whole: whether each row sees every slot up to its own, or with ``width`` the last ``width`` of them.
         chosen_BRGN: int64, the blocks of the range that each row sees (None: the whole range).
-        block, own: slots of a block, and a guarantee: arguments of ``gsm_kernels.attend_blocks``.
+        block: slots of a block.
+        own: whether the slots belong to the rows themselves, F = R, and row r sees none after slot r.
+
+    Width, whole and own are known on the host: ``gsm_kernels.attend_range`` and ``attend_blocks`` define them.
     """
 
     key_BFGC: Tensor
@@ -46,10 +50,10 @@ class History:
     block: int = 1
     own: bool = False
 
-    def last(self, rows: int) -> History:
+    def last_rows(self, rows: int) -> History:
         """Return the history for the last ``rows`` rows."""
-        chosen_BRGN = None if self.chosen_BRGN is None else last(self.chosen_BRGN, rows)
-        first_BR, last_BR = last(self.first_BR, rows), last(self.last_BR, rows)
+        chosen_BRGN = None if self.chosen_BRGN is None else last_rows(self.chosen_BRGN, rows)
+        first_BR, last_BR = last_rows(self.first_BR, rows), last_rows(self.last_BR, rows)
         return replace(self, first_BR=first_BR, last_BR=last_BR, chosen_BRGN=chosen_BRGN)
 
 
@@ -64,7 +68,7 @@ class KeyValue(nn.Module):
 
     Args:
         shape: shared widths.
-        heads: key and value heads (G); None: one for every four query heads, or the nearest divisor (``shared_heads``).
+        heads: key and value heads (G); None: ``default_heads`` of the query heads.
 
     Raises:
         UnfitHeads: a ValueError, if the heads do not divide the query heads.
@@ -72,10 +76,11 @@ class KeyValue(nn.Module):
 
     def __init__(self, shape: Shape, heads: int | None = None):
         super().__init__()
-        self.heads = shared_heads(shape.heads) if heads is None else heads
+        self.heads = default_heads(shape.heads) if heads is None else heads
         if self.heads < 1 or shape.heads % self.heads:
             raise UnfitHeads(
-                f"key_value_heads={self.heads} is not allowed because it must divide the {shape.heads} query heads"
+                f"key_value_heads={self.heads} is not allowed because it must divide the {shape.heads} query heads. "
+                "Use a divisor, or null for one of every four"
             )
         self.projection = Linear(shape.dim, 2 * self.heads * shape.entry_dim)
 
@@ -93,10 +98,10 @@ class KeyValue(nn.Module):
         whole = span.single_document or span.filled is not None
         key_BFGC, value_BFGC = self.split(seen_BFU if span.filled is None else seen_BFU[:, : span.filled])
         history = History(key_BFGC, value_BFGC, slots.first_BT, slots.last_BT, whole=whole)
-        return history.last(span.rows)
+        return history.last_rows(span.rows)
 
     def recent(self, seen_BEU: Tensor, width: int, span: Span) -> History:
-        """Return the entries of a window in stream order; each requested row sees the last ``width`` of its
+        """Return the entries of a window, in stream order. Each requested row sees the last ``width`` entries of its
         document."""
         stored, position_BR = seen_BEU.shape[1], span.row_position_BR
         place_R = torch.arange(stored - span.rows, stored, device=position_BR.device)
@@ -130,7 +135,7 @@ class RangeAttention(nn.Module):
         super().__init__()
         self.rope, self.name = rope, name
         self.query = Query(shape.dim, shape, rope.query_scale)
-        self.output = Output(shape)
+        self.output = OutputProjection(shape)
 
     def read(self, x_BRD: Tensor, history: History, angles: Angles) -> Tensor:
         """Return the output of the attention to a history, [B, R, D]."""
@@ -153,7 +158,7 @@ class RangeAttention(nn.Module):
         return LayerCost(per_row, looks=(attention(inner, width, limit, nearest=True),))
 
 
-def shared_heads(heads: int) -> int:
+def default_heads(heads: int) -> int:
     """Return the largest number of key heads with at least four query heads each; 1 for fewer than four."""
     return next(count for count in range(max(1, heads // 4), 0, -1) if heads % count == 0)
 

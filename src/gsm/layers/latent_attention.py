@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from gsm.layers.attended import Attended
 from gsm.layers.costs import AttentionCost, ProductCost, attention, products
 from gsm.layers.indexer_training import KL, IndexerTraining
-from gsm.layers.projections import Output, Query, Shape
+from gsm.layers.projections import OutputProjection, Query, Shape
 from gsm.layers.rope import Angles, Rope
 from gsm.layers.search import Selection
 from gsm.observe import Name, tap
@@ -50,7 +50,7 @@ class LatentAttention(nn.Module):
         self.indexer_training = indexer_training or KL()
         self.query = Query(dim_in, shape, rope.query_scale)
         self.sink = nn.Parameter(torch.zeros(shape.heads))
-        self.output = Output(shape)
+        self.output = OutputProjection(shape)
 
     def read(self, query_BRHC: Tensor, attended: Attended, position_BR: Tensor, angles: Angles) -> Tensor:
         """Attend with one softmax over window and selected slots, with the sink in the denominator; then project the
@@ -88,15 +88,15 @@ class LatentAttention(nn.Module):
 
     def choose(self, attended: Attended, selection: Selection) -> Attended:
         """Return ``attended`` with the selection and, in training, with the bias that trains its indexer."""
-        if self._teaches(selection):
+        if self._trains_indexer(selection):
             selection = selection._replace(bias_BRK=self.indexer_training.bias(selection))
         return attended.choose(selection.chosen_BRK, selection.bias_BRK)
 
-    def learn(
+    def indexer_loss(
         self, query_BRHC: Tensor, selection: Selection, attended: Attended, span: Span, angles: Angles
     ) -> IndexerLoss | None:
         """Return the loss of the indexer that searched for the rows of this attention; None outside of training."""
-        if not self._teaches(selection):
+        if not self._trains_indexer(selection):
             return None
         call = (query_BRHC, attended, span.row_position_BR, self.window_size, self.sink, angles)
         return self.indexer_training.loss(selection, *call, tokens=span.tokens)
@@ -114,7 +114,7 @@ class LatentAttention(nn.Module):
         """Return the cost of attention to at most ``limit`` entries per row; options as in ``AttentionCost``."""
         return attention(self.query.width, self.query.width // self.query.heads, limit, **options)
 
-    def _teaches(self, selection: Selection) -> bool:
+    def _trains_indexer(self, selection: Selection) -> bool:
         """Return whether an indexer searched in this call and can be trained."""
         return (
             self.training

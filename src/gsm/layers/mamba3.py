@@ -91,25 +91,25 @@ class Mamba3(Recurrence):
         first_BTH = (blend_BTH * step_BTH).masked_fill(~live_BT1, 0)  # first write of a token
         again_BTH = ((1 - blend_BTH) * step_BTH).masked_fill(~later_BT1, 0)  # second write of the previous token
         rate_BTH = F.softplus(promoted(self.decay(x_BTD))).clamp(min=SLOWEST)
-        left_BTH = (-rate_BTH * step_BTH).masked_fill(~live_BT1, 0)
+        log_decay_BTH = (-rate_BTH * step_BTH).masked_fill(~live_BT1, 0)
         angle_BTHP = (math.pi * promoted(self.angle(x_BTD)).tanh()[:, :, None] * step_BTH[..., None]).cumsum(1)
         query, key = (turned(x, angle_BTHP) for x in (query_BTHC, key_BTHC))
         state_BHCC, last_key_BHC, last_value_BHC = self.parts(state_BHRC)
         state_BHCC = state_BHCC + outer(again_BTH[:, 0, :, None] * last_key_BHC, last_value_BHC)
         start_BT = position_BT == 0
-        before_BTH = (before(first_BTH) + again_BTH).masked_fill(start_BT[..., None], 0) * left_BTH.exp()
+        before_BTH = (before(first_BTH) + again_BTH).masked_fill(start_BT[..., None], 0) * log_decay_BTH.exp()
         out_BTHC, state_BHCC = delta_rule(
             query,
             before(key),
             (before_BTH[..., None] * before(value_BTHC)).type_as(value_BTHC),
             None,
-            left_BTH,
+            log_decay_BTH,
             start_BT,
             torch.ones_like(position_BT, dtype=torch.bool),  # padding may follow a token that is not written yet
             state_BHCC,
         )
-        answer_BTH = first_BTH * (promoted(query) * promoted(key)).sum(-1)
-        out_BTHC = out_BTHC + ((promoted(self.skip) + answer_BTH)[..., None] * value_BTHC).type_as(out_BTHC)
+        own_BTH = first_BTH * (promoted(query) * promoted(key)).sum(-1)
+        out_BTHC = out_BTHC + ((promoted(self.skip) + own_BTH)[..., None] * value_BTHC).type_as(out_BTHC)
         state_BHCC = state_BHCC + outer(first_BTH[:, -1, :, None] * key[:, -1], promoted(value_BTHC[:, -1]))
         back_BH1P = -angle_BTHP[:, -1, :, None]
         after = (turned(state_BHCC.mT, back_BH1P).mT, key_BTHC[:, -1, :, None], value_BTHC[:, -1, :, None])

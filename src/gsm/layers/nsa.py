@@ -29,7 +29,7 @@ from gsm.layers.key_value import History, KeyValue, RangeAttention
 from gsm.layers.linear import Linear
 from gsm.layers.projections import Shape
 from gsm.layers.rope import Angles, Rope
-from gsm.shapes import last, promoted
+from gsm.shapes import last_rows, promoted
 from gsm.span import Span
 from gsm_kernels import rotate
 from gsm_kernels.device import full_precision, scratch_elements
@@ -99,8 +99,8 @@ class NSA(RangeAttention):
         seen_BFU, slots, tokens = cache.tokens.extend(entry_BTU, span)
         recent_BEU, recent = cache.blocks.pending.extend(entry_BTU)
         compressed, blocks = self.compress(recent_BEU, span, replace(cache.blocks, pending=recent))
-        x_BRD = last(x_BTD, span.rows)
-        query_BRHC = rotate(self.query(x_BRD)[0], *angles.last(span.rows))
+        x_BRD = last_rows(x_BTD, span.rows)
+        query_BRHC = rotate(self.query(x_BRD)[0], *angles.last_rows(span.rows))
         chosen_BRGN = choose_blocks(query_BRHC, compressed, span.row_position_BR, self.block, self.blocks)
         own_tokens = cache.tokens.count_B is None and span.rows == seen_BFU.shape[1]  # True in training
         history = self.key_value.history(seen_BFU, slots, span)
@@ -120,7 +120,7 @@ class NSA(RangeAttention):
         heads = self.key_value.heads
         block_BFU, entry = cache.entry.place(self.compressor(recent_BEU, slots, new, heads), slots)
         key_BFGC, value_BFGC = self.key_value.split(block_BFU)
-        history = History(key_BFGC, value_BFGC, slots.first_BT, slots.last_BT).last(span.rows)
+        history = History(key_BFGC, value_BFGC, slots.first_BT, slots.last_BT).last_rows(span.rows)
         return history, BankCache(cache.pending, entry, None, None if count_B is None else slots.after_B)
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
@@ -172,12 +172,12 @@ class BlockCompressor(nn.Module):
             new: number of new tokens.
             heads: key and value heads.
         """
-        stored, within = recent_BEU.shape[1] - new, torch.arange(self.block, device=recent_BEU.device)
-        member_BGM = (slots.end_BG + stored - (self.block - 1))[..., None] + within
+        stored, place_M = recent_BEU.shape[1] - new, torch.arange(self.block, device=recent_BEU.device)
+        member_BGM = (slots.end_BG + stored - (self.block - 1))[..., None] + place_M
         shape = (*member_BGM.shape, 2, heads, recent_BEU.shape[2] // (2 * heads))
         flat = flat_slots(member_BGM.clamp(max=recent_BEU.shape[1] - 1), recent_BEU.shape[1])
         member_BGM2HC = recent_BEU.flatten(0, 1).index_select(0, flat).view(shape)
-        turns = self.rope(slots.position_BG[..., None] + within, recent_BEU.dtype)
+        turns = self.rope(slots.position_BG[..., None] + place_M, recent_BEU.dtype)
         key_BGMHC, value_BGMHC = member_BGM2HC.unbind(3)
         key_BGMHC = rotate(key_BGMHC.flatten(1, 2), *(x.flatten(1, 2) for x in turns), inverse=True).view_as(key_BGMHC)
         key_BGHC = self.pooled(key_BGMHC, self.key_in, self.key_out, self.place[:, 0])
@@ -228,12 +228,12 @@ def choose_blocks(query_BRHC: Tensor, blocks: History, position_BR: Tensor, bloc
     return torch.cat((own_BRG1, torch.cat(best, dim=1)), dim=-1)
 
 
-def _best(query_BRHC: Tensor, blocks: History, own_BR: Tensor, here: slice, count: int) -> Tensor:
+def _best(query_BRHC: Tensor, blocks: History, own_BR: Tensor, rows: slice, count: int) -> Tensor:
     """Return the best finished blocks, except their own, for the rows of a slice."""
-    first_BR, last_BR, own_BR = blocks.first_BR[:, here], blocks.last_BR[:, here], own_BR[:, here]
+    first_BR, last_BR, own_BR = blocks.first_BR[:, rows], blocks.last_BR[:, rows], own_BR[:, rows]
     slots, groups = blocks.key_BFGC.shape[1:3]
     hidden_BRF = ~visible(first_BR, last_BR, slice(0, slots))
-    query_BRGYC = promoted(query_BRHC[:, here]).unflatten(2, (groups, -1)) * query_BRHC.shape[-1] ** -0.5
+    query_BRGYC = promoted(query_BRHC[:, rows]).unflatten(2, (groups, -1)) * query_BRHC.shape[-1] ** -0.5
     with full_precision(query_BRGYC):
         logit_BRGYF = torch.einsum("brgyc,bfgc->brgyf", query_BRGYC, promoted(blocks.key_BFGC))
     weight_BRGYF = logit_BRGYF.masked_fill(hidden_BRF[:, :, None, None], torch.finfo(logit_BRGYF.dtype).min).softmax(-1)

@@ -181,7 +181,7 @@ class Indexer(nn.Module):
         return LayerCost(per_row, per_slot={"indexers": products(self.key, self.key_norm)}, looks=(look,))
 
 
-class Output(nn.Module):
+class OutputProjection(nn.Module):
     """Grouped low-rank output projection: heads of a group share ``down``, all groups share ``up``.
 
     Args:

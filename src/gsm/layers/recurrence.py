@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gsm.cache.memory import RecurrentCache
-from gsm.cache.store import State, Window
+from gsm.cache.store import RecurrentState, Window
 from gsm.errors import within
 from gsm.layers.block import LayerOutput
 from gsm.layers.convolution import ShortConvolution
@@ -28,7 +28,7 @@ from gsm.layers.linear import INTO_RESIDUAL, Linear
 from gsm.layers.norm import RMSNorm
 from gsm.layers.projections import Query, Shape
 from gsm.observe import tap
-from gsm.shapes import last, promoted
+from gsm.shapes import last_rows, promoted
 from gsm.span import Span
 from gsm_kernels import delta_rule
 
@@ -73,7 +73,7 @@ class Recurrence(nn.Module, ABC):
         stored = 0 if self.convolution is None else self.convolution.width - 1
         window = Window.empty(f"{kind}_convolution", stored, like_BC)
         return RecurrentCache(
-            window, State.empty(f"{kind}_state", like_BC.new_empty(batch, self.heads, *self.state_shape))
+            window, RecurrentState.empty(f"{kind}_state", like_BC.new_empty(batch, self.heads, *self.state_shape))
         )
 
     def forward(self, x_BTD: Tensor, span: Span, cache: RecurrentCache, below: object) -> tuple[Tensor, LayerOutput]:
@@ -99,7 +99,7 @@ class Recurrence(nn.Module, ABC):
             cache.state.resume(empty_BHRC),
         )
         state, out_BTHC = cache.state.keep(tap((self, "state"), state_BHRC), out_BTHC)
-        out_BRHC = self.gated(self.normed(last(out_BTHC, span.rows)), last(x_BTD, span.rows))
+        out_BRHC = self.gated(self.normed(last_rows(out_BTHC, span.rows)), last_rows(x_BTD, span.rows))
         update_BRD = self.output(out_BRHC.flatten(-2))
         return update_BRD, LayerOutput(RecurrentCache(window, state))
 

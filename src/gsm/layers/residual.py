@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gsm.errors import within
 from gsm.layers.costs import ProductCost, declared_cost, products
 from gsm.layers.linear import draw
-from gsm.shapes import last, promoted
+from gsm.shapes import last_rows, promoted
 from gsm_kernels import mhc_boundary
 from gsm_kernels.device import full_precision
 
@@ -38,9 +38,9 @@ class Streams(NamedTuple):
         """Return ``count`` equal streams; the next site reads the first."""
         return Streams(x_BTD[:, :, None].expand(-1, -1, count, -1), x_BTD)
 
-    def last(self, rows: int) -> Streams:
+    def last_rows(self, rows: int) -> Streams:
         """Return the streams of the last ``rows`` positions."""
-        return self if rows == self.mixed_BTD.shape[1] else Streams(*(last(x, rows) for x in self))
+        return self if rows == self.mixed_BTD.shape[1] else Streams(*(last_rows(x, rows) for x in self))
 
 
 class Residual(Protocol):
@@ -87,7 +87,7 @@ class Plain(nn.Module):
 
     def leave(self, streams: Streams, update_BRD: Tensor) -> Streams:
         """Add the update to the last R positions of the stream."""
-        value_BRXD = last(streams.value_BTXD, update_BRD.shape[1]) + update_BRD[:, :, None]
+        value_BRXD = last_rows(streams.value_BTXD, update_BRD.shape[1]) + update_BRD[:, :, None]
         return Streams(value_BRXD, value_BRXD[:, :, 0])
 
     def products(self) -> ProductCost:
@@ -127,7 +127,7 @@ class HyperConnection(nn.Module):
 
     def leave(self, streams: Streams, update_BRD: Tensor) -> Streams:
         """Mix the last R positions of the streams, write the site's output to them, and read for the next site."""
-        entered_BRXD = last(streams.value_BTXD, update_BRD.shape[1])
+        entered_BRXD = last_rows(streams.value_BTXD, update_BRD.shape[1])
         return Streams(*mhc_boundary(entered_BRXD, update_BRD, self.phi, self.bias, self.scale, self.sinkhorn_rounds))
 
     def products(self) -> ProductCost:

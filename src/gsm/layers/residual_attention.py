@@ -14,12 +14,12 @@ from gsm.layers.block import LayerOutput, MixerGeometry
 from gsm.layers.costs import LayerCost, products
 from gsm.layers.key_value import History
 from gsm.layers.projections import Shape
-from gsm.shapes import last
+from gsm.shapes import last_rows
 from gsm.span import Span
 
 
 @dataclass(frozen=True)
-class HandedOn:
+class LayerKeyValues:
     """The tensors that a layer passes to the layers above.
 
     Attributes:
@@ -60,13 +60,15 @@ class ResidualAttention(Attention):
     ):
         super().__init__(shape, geometry=geometry, name=name, key_value_heads=key_value_heads)
         if not 0 < scale <= 1e6:
-            raise ValueError(f"scale={scale} is not allowed because weights are divided by it. Use above 0, up to 1e6.")
+            raise ValueError(
+                f"scale={scale} is not allowed because weights are divided by it. Use a number above 0 and at most 1e6"
+            )
         self.scale = scale
         self.key_mix = None if first else nn.Parameter(torch.tensor([0.0, 1 / scale]))
         self.value_mix = None if first else nn.Parameter(torch.tensor([0.0, 1 / scale]))
 
     def forward(
-        self, x_BTD: Tensor, span: Span, cache: DenseCache, below: HandedOn | None
+        self, x_BTD: Tensor, span: Span, cache: DenseCache, below: LayerKeyValues | None
     ) -> tuple[Tensor, LayerOutput]:
         """Write keys and values of all T new positions, mixed with the first layer's from ``below``; attend for the
         last R of them; pass both on."""
@@ -75,8 +77,8 @@ class ResidualAttention(Attention):
         first_BTU = entry_BTU if below is None else below.first_BTU
         seen_BFU, slots, cache = cache.extend(self.mixed(first_BTU, entry_BTU), span)
         history = self.key_value.history(seen_BFU, slots, span)
-        update_BRD = self.read(last(x_BTD, span.rows), history, angles.last(span.rows))
-        return update_BRD, LayerOutput(cache, HandedOn(first_BTU, history))
+        update_BRD = self.read(last_rows(x_BTD, span.rows), history, angles.last_rows(span.rows))
+        return update_BRD, LayerOutput(cache, LayerKeyValues(first_BTU, history))
 
     def mixed(self, first_BTU: Tensor, entry_BTU: Tensor) -> Tensor:
         """Mix keys and values with the first layer's."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gsm.shapes import last
+from gsm.shapes import last_rows
 from gsm.span import Span
 
 
@@ -23,9 +23,13 @@ class Angles(NamedTuple):
     cos_BTP: Tensor
     sin_BTP: Tensor
 
-    def last(self, rows: int) -> Angles:
+    def last_rows(self, rows: int) -> Angles:
         """Return the angles of the last ``rows`` positions."""
-        return self if rows == self.cos_BTP.shape[1] else Angles(last(self.cos_BTP, rows), last(self.sin_BTP, rows))
+        return (
+            self
+            if rows == self.cos_BTP.shape[1]
+            else Angles(last_rows(self.cos_BTP, rows), last_rows(self.sin_BTP, rows))
+        )
 
 
 class Rope:
@@ -74,7 +78,9 @@ class Rope:
         if mscale < 0:
             raise ValueError(f"yarn_mscale={mscale} is not allowed. Use at least 0 (0: no attention temperature)")
         if factor > 1 and original is None:
-            raise ValueError(f"yarn_factor={factor} is not allowed without the original context, in tokens")
+            raise ValueError(
+                f"yarn_factor={factor} is not allowed without the original context. Use yarn_original=TOKENS"
+            )
         self.channels, self.base, self.factor, self.original = channels, base, factor, original
         self.beta_fast, self.beta_slow, self.mscale = beta_fast, beta_slow, mscale
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gsm.layers.attended import Attended, Bank
 from gsm.layers.projections import IndexQuery
-from gsm.observe import Name, spelt, tap
+from gsm.observe import Name, full_name, tap
 from gsm_kernels import index_top_k
 
 
@@ -50,7 +50,7 @@ class Selection(NamedTuple):
             sequence, row, place = wrong_NBRK[0].tolist()
             first, last = int(bank.first_BR[sequence, row]), int(bank.last_BR[sequence, row])
             raise ValueError(
-                f"a patch of {spelt(name)} selects slot {int(chosen_BRK[sequence, row, place])} for row {row} of "
+                f"a patch of {full_name(name)} selects slot {int(chosen_BRK[sequence, row, place])} for row {row} of "
                 f"sequence {sequence}, which may see slots from {first} on and before {last}; use -1 for no slot"
             )
         # A reused bias trains the indexer only on the slots that it selected itself.

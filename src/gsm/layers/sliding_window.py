@@ -9,7 +9,7 @@ from gsm.layers.block import LayerOutput, MixerGeometry
 from gsm.layers.costs import LayerCost
 from gsm.layers.key_value import KeyValue, RangeAttention
 from gsm.layers.projections import Shape
-from gsm.shapes import last
+from gsm.shapes import last_rows
 from gsm.span import Span
 
 
@@ -56,7 +56,7 @@ class SlidingWindow(RangeAttention):
         angles = self.rope.at(span, x_BTD.dtype)
         seen_BEU, cache = cache.extend(self.key_value(x_BTD, angles))
         history = self.key_value.recent(seen_BEU, self.window, span)
-        return self.read(last(x_BTD, span.rows), history, angles.last(span.rows)), LayerOutput(cache)
+        return self.read(last_rows(x_BTD, span.rows), history, angles.last_rows(span.rows)), LayerOutput(cache)
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
         """Return the cost of the layer."""

@@ -30,7 +30,7 @@ from gsm.layers.projections import Compressor, Entry, Indexer, Shape
 from gsm.layers.rope import Angles, Rope
 from gsm.layers.search import Selection, search_bank
 from gsm.observe import tap
-from gsm.shapes import last
+from gsm.shapes import last_rows
 from gsm.span import Span
 from gsm_kernels import candidate_pool, rotate
 
@@ -99,17 +99,18 @@ class SparseAttention(LatentAttention):
             below: entries that the layer below attended to (None on the first layer).
         """
         angles = self.rope.at(span, x_BTD.dtype)
-        window_BEC, window = cache.window.extend(self.window(x_BTD, angles))
+        window_BEC, window_store = cache.window.extend(self.window(x_BTD, angles))
         window_BEC = tap((self, "window"), window_BEC)
         bank, bank_cache = self.publish(x_BTD, span, cache.bank)
-        x_BRD, position_BR, angles = last(x_BTD, span.rows), span.row_position_BR, angles.last(span.rows)
+        x_BRD, position_BR, angles = last_rows(x_BTD, span.rows), span.row_position_BR, angles.last_rows(span.rows)
         query_BRHC, latent_BRQ = self.query(x_BRD)
         attended = self.look(window_BEC, bank, below, span.rows)
-        selection = self.search(latent_BRQ, x_BRD, angles, attended).tapped((self, "top_k"), attended.bank)
+        selection = self.select(latent_BRQ, x_BRD, angles, attended).tapped((self, "top_k"), attended.bank)
         attended = self.choose(attended, selection)
-        indexer_loss = self.learn(query_BRHC, selection, attended, span, angles)
+        indexer_loss = self.indexer_loss(query_BRHC, selection, attended, span, angles)
         update_BRD = self.read(query_BRHC, attended, position_BR, angles)
-        return update_BRD, LayerOutput(LayerCache(window, bank_cache), self.narrow(attended, selection), indexer_loss)
+        cache = LayerCache(window_store, bank_cache)
+        return update_BRD, LayerOutput(cache, self.add_pool(attended, selection), indexer_loss)
 
     def publish(self, x_BTD: Tensor, span: Span, cache: BankCache | None) -> tuple[Bank | None, BankCache | None]:
         """Return the layer's own bank, with the groups that finish in this call; (None, None) if it owns none."""
@@ -119,33 +120,34 @@ class SparseAttention(LatentAttention):
         # All banks of one ratio are equally full, so they share one plan and one table of angles.
         slots = span.once(("slots", self.ratio), lambda: plan_slots(span.position_BT, self.ratio, cache.count_B))
         latent_BGC = tap((self, "latent"), self.compressor.pool(projected_BEC, slots, x_BTD.shape[1]))
-        key = ("bank angles", self.ratio, *self.rope.key, x_BTD.dtype)
-        angles = span.once(key, lambda: self.rope(slots.position_BG, x_BTD.dtype))
-        entry_BFC, entry = cache.entry.place(rotate(latent_BGC, *angles), slots)
-        key_BFI, key = None, None
+        name = ("bank angles", self.ratio, *self.rope.key, x_BTD.dtype)
+        angles = span.once(name, lambda: self.rope(slots.position_BG, x_BTD.dtype))
+        entry_BFC, entry_store = cache.entry.place(rotate(latent_BGC, *angles), slots)
+        key_BFI, key_store = None, None
         if self.indexer is not None and cache.key is not None:
-            key_BFI, key = cache.key.place(self.indexer.keys(latent_BGC, angles), slots)
+            key_BFI, key_store = cache.key.place(self.indexer.keys(latent_BGC, angles), slots)
         entry_BFC = tap((self, "bank"), entry_BFC)
         bank = Bank(entry_BFC, key_BFI, slots.first_BT, slots.last_BT, latent_BGC, slots, angles)
-        return bank, BankCache(pending, entry, key, None if cache.count_B is None else slots.after_B)
+        count_B = None if cache.count_B is None else slots.after_B
+        return bank, BankCache(pending, entry_store, key_store, count_B)
 
     def look(self, window_BEC: Tensor, bank: Bank | None, below: Attended | None, rows: int) -> Attended:
         """Return the visible entries: the window, and the bank of the group that this layer starts or belongs to."""
         if bank is not None:
-            return Attended(window_BEC, bank.last(rows))
+            return Attended(window_BEC, bank.last_rows(rows))
         if self.role == "window" or below is None:
             return Attended(window_BEC)
-        return replace(below.last(rows), window_BEC=window_BEC)
+        return replace(below.last_rows(rows), window_BEC=window_BEC)
 
-    def search(self, latent_BRQ: Tensor, x_BRD: Tensor, angles: Angles, attended: Attended) -> Selection:
+    def select(self, latent_BRQ: Tensor, x_BRD: Tensor, angles: Angles, attended: Attended) -> Selection:
         """Select bank slots for the rows; a Reuse layer returns the selection of the layer below."""
         if self.indexer is None or attended.bank is None or attended.bank.key_BFI is None:
             return Selection.by_layer(attended)
         index = self.indexer(latent_BRQ, x_BRD, angles)
         return search_bank(index, attended.bank, attended.bank.key_BFI, self.top_k, attended.pool_BRN)
 
-    def narrow(self, attended: Attended, selection: Selection) -> Attended:
-        """Add the candidate pool that limits the layers above, unless it would hold the whole bank.
+    def add_pool(self, attended: Attended, selection: Selection) -> Attended:
+        """Return ``attended`` with the candidate pool that layers above search, unless it would hold the whole bank.
 
         This layer itself searches the whole bank.
         """

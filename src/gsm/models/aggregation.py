@@ -26,7 +26,7 @@ from gsm.layers.norm import RMSNorm
 from gsm.layers.projections import Shape
 from gsm.layers.rope import Rope
 from gsm.observe import tap
-from gsm.shapes import last
+from gsm.shapes import last_rows
 from gsm.slots.retriever.base import Retriever
 from gsm.slots.stage_input import StageInput
 from gsm.slots.stage_query import StageQuery
@@ -86,7 +86,7 @@ class Stage(LatentAttention):
         selection = selection.tapped((self, "top_k"), attended.bank)
         attended = self.choose(attended, selection)
         query_BRHC, _ = self.query(x_BRU)
-        indexer_loss = self.learn(query_BRHC, selection, attended, span, angles)
+        indexer_loss = self.indexer_loss(query_BRHC, selection, attended, span, angles)
         increment_BRD = self.read(query_BRHC, attended, span.position_BT, angles)
         return tap((self, "increment"), increment_BRD), cache, indexer_loss
 
@@ -167,9 +167,9 @@ class Aggregation(nn.Module):
         increments, after, losses = [], [], []
         retrieved_BRD = None
         for number, (stage, layer, cache) in enumerate(zip(self, self.layers, caches, strict=True), 1):
-            below = encoded[layer - 1]
-            u_BRU = self.stage_query(last(self.stage_input(below), span.rows), retrieved_BRD)
-            increment_BRD, cache, loss = stage(u_BRU, span, below.attended.last(span.rows), cache)
+            layer_output = encoded[layer - 1]
+            u_BRU = self.stage_query(last_rows(self.stage_input(layer_output), span.rows), retrieved_BRD)
+            increment_BRD, cache, loss = stage(u_BRU, span, layer_output.attended.last_rows(span.rows), cache)
             retrieved_BRD = increment_BRD if retrieved_BRD is None else retrieved_BRD + increment_BRD
             increments.append(increment_BRD)
             after.append(cache)

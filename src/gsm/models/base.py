@@ -34,12 +34,12 @@ from gsm.layers.indexer_training import Frozen, IndexerTraining, indexer_losses
 from gsm.layers.linear import Linear, draw
 from gsm.layers.norm import RMSNorm
 from gsm.models.balancing import layers_with_experts, report_balance
-from gsm.models.checks import IGNORED, check_call, check_memory, check_room, whole
+from gsm.models.checks import IGNORED, check_call, check_memory, check_room, check_shape, whole_number
 from gsm.models.prompts import Prompt, as_batch
-from gsm.models.report import Report, count_parameters
+from gsm.models.report import ParameterReport, count_parameters
 from gsm.models.sampling import check_sampling, continuation
 from gsm.models.schedule import Schedule
-from gsm.observe import Calls, called, tap
+from gsm.observe import Observable, called, tap
 from gsm.shapes import lowered
 from gsm.span import Span, document_positions, following_positions
 from gsm_kernels import IndexerLoss, linear_cross_entropy
@@ -61,9 +61,9 @@ class Output:
         loss: mean cross-entropy over the targets (None: the call had no targets).
         losses: named scalars that a trainer adds to ``loss``, already weighted.
         metrics: named scalars for logging only.
-        memory: the memory after the call (None: the call had no memory). Gradients end here: a later call sends none
-            back.
-        balances: of each layer with experts, in training: the rows that it sent to them.
+        memory: the memory after the call (None: the call had no memory). It is detached: a later call sends no
+            gradients to this one.
+        balances: in training: the expert loads of every layer with experts, in order.
         modes: modes of the call: gradients, autocast and its dtype.
     """
 
@@ -87,12 +87,12 @@ class Output:
         """Scores of the next token, [B, R, V]. Each access computes them, in the modes of the call."""
         if self.modes is None or self.modes == modes_of(self.hidden_BRD):
             return self.head(self.hidden_BRD)
-        gradients, lower, dtype = self.modes
+        gradients, autocast, dtype = self.modes
         inference = torch.inference_mode(self.hidden_BRD.is_inference() or torch.is_inference_mode_enabled())
         with (
             inference,
             torch.set_grad_enabled(gradients and torch.is_grad_enabled()),
-            torch.autocast(self.hidden_BRD.device.type, dtype=dtype, enabled=lower),
+            torch.autocast(self.hidden_BRD.device.type, dtype=dtype, enabled=autocast),
         ):
             return self.head(self.hidden_BRD)
 
@@ -124,7 +124,7 @@ class Trace:
     balances: list[Balance] = field(default_factory=list)
 
 
-class LanguageModel(nn.Module, ABC, Calls):
+class LanguageModel(nn.Module, ABC, Observable):
     """Embedding, a body (``run``), final norm and a head tied to the embedding.
 
     The embedding is drawn with variance 1 / D and its output is scaled by sqrt(D), so that the first norm gets unit
@@ -152,8 +152,7 @@ class LanguageModel(nn.Module, ABC, Calls):
         self.head.weight = self.embedding.weight
         self.register_load_state_dict_post_hook(_tie)
         self._layouts: dict[torch.dtype, tuple[tuple, ...]] = {}
-        self._forgetful: dict[str, Any] | None = None
-        self._empty: dict[str, Any] = {}
+        self._training_memory: dict[str, Any] | None = None
 
     @property
     def reach(self) -> int | None:
@@ -238,7 +237,7 @@ class LanguageModel(nn.Module, ABC, Calls):
         Raises:
             ValueError: naming field, value and limit.
         """
-        check_call(self.vocabulary, tokens, documents, targets, rows, remembered=memory is not None)
+        check_call(self.vocabulary, tokens, documents, targets, rows, has_memory=memory is not None)
         if memory is not None:
             check_memory(memory, self._layout(), tokens, rows)
         tokens, targets = tokens.long(), None if targets is None else targets.long()
@@ -247,7 +246,7 @@ class LanguageModel(nn.Module, ABC, Calls):
         before = memory or Memory(**no_last_token(batch, tokens.device), **self._training_stores(), ledger=Ledger())
         single_document = documents is None
         if documents is None:
-            document_B = before.document_B.clamp(min=0)
+            document_B = before.document_B.clamp(min=0)  # a memory without tokens has document -1
             position_BT = following_positions(before.position_B, length)
         else:
             documents = documents.long()
@@ -277,8 +276,8 @@ class LanguageModel(nn.Module, ABC, Calls):
         )
         if memory is None:
             return out
-        # Last, so that a failed call leaves a static memory unchanged. The documents are copied: with one token,
-        # document_B would be a view of the caller's tensor, which the caller may overwrite.
+        # The memory advances last, so that a failed call leaves a static memory unchanged. The documents are copied:
+        # with one token, document_B would be a view of the caller's tensor, which the caller may overwrite.
         last_token = {"document_B": document_B.clone(), "position_B": position_BT[:, -1]}
         after = replace(trace.memory, **last_token)
         return replace(out, memory=memory.advance(after, length, single_document, span.rows))
@@ -296,7 +295,7 @@ class LanguageModel(nn.Module, ABC, Calls):
         Raises:
             ValueError: for a batch or a capacity below 1.
         """
-        batch, capacity = whole("batch", batch), None if capacity is None else whole("capacity", capacity)
+        batch, capacity = whole_number("batch", batch), None if capacity is None else whole_number("capacity", capacity)
         last_token = no_last_token(batch, self.embedding.weight.device)
         memory = Memory(**last_token, **self.empty_memory(batch), ledger=Ledger(self._layout()))
         return memory if capacity is None else memory.static(capacity)
@@ -323,7 +322,7 @@ class LanguageModel(nn.Module, ABC, Calls):
         Raises:
             ValueError: as ``forward``. If the memory has no room for the whole prompt, nothing is read.
         """
-        chunk = whole("chunk", chunk)
+        chunk = whole_number("chunk", chunk)
         tokens, padding = as_batch(prompt, self.embedding.weight.device)
         if padding is not None and (documents is not None or memory.used):
             raise ValueError(
@@ -332,10 +331,8 @@ class LanguageModel(nn.Module, ABC, Calls):
                 "start(batch=...), and no documents"
             )
         documents = padding if documents is None else documents
-        if documents is not None and documents.shape != tokens.shape:
-            raise ValueError(
-                f"documents must have the shape of tokens, {list(tokens.shape)}, got {list(documents.shape)}"
-            )
+        if documents is not None:
+            check_shape("documents", documents, tokens)
         memory.ledger.require(tokens.shape[1])
         before = memory.mark() if memory.capacity is not None and tokens.shape[1] > chunk else None
         try:
@@ -350,9 +347,10 @@ class LanguageModel(nn.Module, ABC, Calls):
         out, length = None, tokens.shape[1]
         for start in range(0, max(length, 1), chunk):
             tokens_BT = tokens[:, start : start + chunk]
-            part, later = None if documents is None else documents[:, start : start + chunk], length - start - chunk
+            documents_BT = None if documents is None else documents[:, start : start + chunk]
+            later = max(0, length - start - chunk)
             narrow = memory.narrow(memory.used + tokens_BT.shape[1])
-            out = self(tokens_BT, documents=part, memory=narrow, rows=1 - max(0, later))
+            out = self(tokens_BT, documents=documents_BT, memory=narrow, rows=1 - later)
             memory = out.memory if memory.capacity is None else memory  # a narrow memory has no room for the next chunk
         assert out is not None
         return replace(out, memory=memory)
@@ -364,7 +362,7 @@ class LanguageModel(nn.Module, ABC, Calls):
         ``capacity`` selects another one.
         """
         tokens, _ = as_batch(prompt, self.embedding.weight.device)
-        options.setdefault("capacity", tokens.shape[1] + whole("max_new_tokens", max_new_tokens) - 1)
+        options.setdefault("capacity", tokens.shape[1] + whole_number("max_new_tokens", max_new_tokens) - 1)
         return torch.stack(list(self.stream(prompt, max_new_tokens, temperature, **options)), dim=1)
 
     @torch.no_grad()
@@ -391,7 +389,7 @@ class LanguageModel(nn.Module, ABC, Calls):
             capacity: as in ``start``: None for a memory that grows.
 
         Raises:
-            ValueError: as ``forward``; for fewer new tokens than 1, or a capacity that does not hold them all.
+            ValueError: as ``forward``; for max_new_tokens below 1, or a capacity below prompt and new tokens.
         """
         tokens, documents = as_batch(prompt, self.embedding.weight.device)
         check_sampling(temperature, top_p, generator, self.embedding.weight.device)
@@ -427,20 +425,27 @@ class LanguageModel(nn.Module, ABC, Calls):
         """Return the parameters in groups that an optimiser treats differently.
 
         The groups are ``table_decay`` (embedding and head, filters), ``decay`` (matrices), ``no_decay`` (norms, scales,
-        biases, sinks), the last two again for indexers, and ``expert_decay``, which ranks may shard differently.
+        biases, sinks), ``indexer_decay`` and ``indexer_no_decay`` (the same of indexers), and ``expert_decay``, which
+        ranks may shard differently.
 
-        Shape decides, so that only matrices are decayed; tables are found by type, and indexers by name.
+        The number of dimensions decides, so that only matrices are decayed. Tables and experts are recognised by their
+        type, indexers by their name.
         """
         groups: dict[str, list[nn.Parameter]] = {
-            k: [] for k in ("table_decay", "decay", "no_decay", "indexer_decay", "indexer_no_decay", "expert_decay")
+            name: []
+            for name in ("table_decay", "decay", "no_decay", "indexer_decay", "indexer_no_decay", "expert_decay")
         }
         kinds = nn.Embedding | ShortConvolution
         tables = {id(table) for part in self.modules() if isinstance(part, kinds) for table in part.parameters()}
         experts = {id(weight) for part in self.modules() if isinstance(part, Experts) for weight in part.parameters()}
         for name, parameter in self.named_parameters():
-            kind = "no_decay" if parameter.ndim < 2 else "table_decay" if id(parameter) in tables else "decay"
-            kind = "expert_decay" if id(parameter) in experts else kind
-            groups[f"indexer_{kind}" if ".indexer." in name else kind].append(parameter)
+            if id(parameter) in experts:
+                group = "expert_decay"
+            elif parameter.ndim < 2:
+                group = "no_decay"
+            else:
+                group = "table_decay" if id(parameter) in tables else "decay"
+            groups[f"indexer_{group}" if ".indexer." in name else group].append(parameter)
         return groups
 
     def rebalance(self, load_LE: Tensor) -> None:
@@ -451,7 +456,7 @@ class LanguageModel(nn.Module, ABC, Calls):
         for layer, load_E in zip(layers_with_experts(self), load_LE, strict=True):
             layer.rebalance(load_E)
 
-    def parameter_report(self) -> Report:
+    def parameter_report(self) -> ParameterReport:
         """Count the parameters: total, active for one token, and by part. Works on the meta device."""
         return count_parameters(self)
 
@@ -490,10 +495,9 @@ class LanguageModel(nn.Module, ABC, Calls):
 
     def _training_stores(self) -> dict[str, Any]:
         """Return the fields of ``Memory`` for training: its stores discard all writes; made once."""
-        if self._forgetful is None:
-            self._empty = self.empty_memory(0)
-            self._forgetful = {name: forgetful(node) for name, node in self._empty.items()}
-        return self._forgetful
+        if self._training_memory is None:
+            self._training_memory = {name: forgetful(node) for name, node in self.empty_memory(0).items()}
+        return self._training_memory
 
     def _layout(self) -> tuple[tuple, ...]:
         """Return the layout of this model's memory; made once per dtype."""

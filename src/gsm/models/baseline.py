@@ -30,7 +30,7 @@ from gsm.layers.sparse import Role, SparseAttention
 from gsm.models.base import LanguageModel, Trace
 from gsm.models.encoder import build_encoder
 from gsm.models.geometry import Geometry, check_layers
-from gsm.models.schedule import Schedule, at_least_none, stack_rows
+from gsm.models.schedule import Schedule, non_negative, stack_rows
 from gsm.models.stack import Recompute, Stack, balances_of, block_of, caches_of, losses_of_indexers
 from gsm.span import Span
 
@@ -89,7 +89,7 @@ class Baseline(LanguageModel):
     def schedule(self, new: int, rows: int) -> Schedule:
         """Return the rows of each layer: the decoder's bank needs all encoder rows; the layers above it need fewer."""
         reaches = [None, *[self.geometry.window - 1] * (self.geometry.decoder_layers - 1)]
-        decoder_input, *decoder = at_least_none(stack_rows(new, rows, reaches))
+        decoder_input, *decoder = non_negative(stack_rows(new, rows, reaches))
         return Schedule([new] * self.geometry.encoder_layers, decoder, decoder_input=decoder_input)
 
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
@@ -97,7 +97,7 @@ class Baseline(LanguageModel):
         rows = self.schedule(x_BTD.shape[1], span.rows)
         streams = Streams.copies(x_BTD, self.encoder.streams)
         streams, encoded = self.encoder(streams, span, rows.encoder, memory.encoder)
-        streams, decoded = self.decoder(streams, span.last(rows.decoder_input), rows.decoder, memory.decoder)
+        streams, decoded = self.decoder(streams, span.last_rows(rows.decoder_input), rows.decoder, memory.decoder)
         after = replace(memory, encoder=caches_of(encoded), decoder=caches_of(decoded))
         losses = losses_of_indexers(encoded, "encoder")
         losses += losses_of_indexers(decoded, "decoder", self.geometry.encoder_layers + 1)

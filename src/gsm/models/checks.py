@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gsm.cache.memory import Memory
+from gsm.errors import within
 from gsm_kernels.register import noted
 
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -22,20 +23,20 @@ def check_call(
     documents: Tensor | None,
     targets: Tensor | None,
     rows: int | None,
-    remembered: bool = False,
+    has_memory: bool = False,
 ) -> None:
     """Raise ValueError for arguments of a forward that do not fit one another or the vocabulary.
 
     Values are checked on the CPU only, because a check would stall another device; and not while a call is recorded.
 
     Args:
-        remembered: whether the call has a memory; only then may it have no rows.
+        has_memory: whether the call has a memory; only then may it have no rows.
     """
     for name, value in (("tokens", tokens), ("documents", documents), ("targets", targets)):
         if value is not None or name == "tokens":
             check_type(name, value, Tensor, "torch.as_tensor(...) of whole numbers [batch, length]")
     if rows is not None:
-        whole("rows", rows, None)
+        whole_number("rows", rows, None)
     if tokens.device.type not in DEVICES:
         raise ValueError(
             f"tokens on {tokens.device.type} are not allowed because this device is untested. Move model and tokens to "
@@ -43,26 +44,35 @@ def check_call(
         )
     if tokens.ndim != 2 or tokens.dtype not in WHOLE:
         raise ValueError(
-            f"tokens must be whole numbers of shape [batch, length], got {tokens.dtype} {list(tokens.shape)}"
+            f"tokens of {tokens.dtype} {list(tokens.shape)} are not allowed because ids are whole numbers of shape "
+            "[batch, length]. Use such a tensor"
         )
     batch, length = tokens.shape
     if batch < 1 or length < 1:
-        raise ValueError(f"tokens must hold at least one token, got an empty prompt of shape {list(tokens.shape)}")
+        raise ValueError(
+            f"tokens of shape {list(tokens.shape)} are not allowed because they are an empty prompt. Use at least "
+            "one token"
+        )
     for name, other in (("documents", documents), ("targets", targets)):
-        if other is not None and other.shape != tokens.shape:
-            raise ValueError(f"{name} must have the shape of tokens, {list(tokens.shape)}, got {list(other.shape)}")
-        if other is not None and (other.dtype not in WHOLE or other.device != tokens.device):
+        if other is None:
+            continue
+        check_shape(name, other, tokens)
+        if other.dtype not in WHOLE or other.device != tokens.device:
             raise ValueError(
-                f"{name} must be whole numbers on the device of tokens, {tokens.device}, got {other.dtype} on "
-                f"{other.device}"
+                f"{name} of {other.dtype} on {other.device} are not allowed. Use whole numbers on the device of "
+                f"tokens, {tokens.device}"
             )
-    if rows is not None and (rows > length or rows < 1 and (not remembered or targets is not None)):
-        below = "; less than 1 is for calls with a memory and without targets" if rows < 1 else ""
-        raise ValueError(f"rows must lie between 1 and the {length} new positions, got {rows}{below}")
+    if rows is not None and (rows > length or rows < 1 and (not has_memory or targets is not None)):
+        below = "; below 1 only with a memory and without targets" if rows < 1 else ""
+        raise ValueError(
+            f"rows={rows} is not allowed for a call with {length} new positions. Use a number from 1 to {length}{below}"
+        )
     if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and not noted():
         check_range(vocabulary, "token id", tokens)
         if targets is not None:
-            check_range(vocabulary, "target", targets.where(targets != IGNORED, 0), f", or {IGNORED} to be left out")
+            check_range(
+                vocabulary, "target", targets.where(targets != IGNORED, 0), f", or {IGNORED} to leave a position out"
+            )
 
 
 def check_type(name: str, value: Any, kind: type, remedy: str) -> None:
@@ -70,27 +80,41 @@ def check_type(name: str, value: Any, kind: type, remedy: str) -> None:
     if not isinstance(value, kind):
         actual = type(value)
         raise ValueError(
-            f"{name} is a {actual.__module__}.{actual.__name__} and must be a {kind.__name__}; use {remedy}"
+            f"{name} of type {actual.__module__}.{actual.__name__} is not allowed because it must be a "
+            f"{kind.__name__}. Use {remedy}"
         )
 
 
-def whole(name: str, value: Any, least: int | None = 1) -> int:
+def check_shape(name: str, other: Tensor, tokens: Tensor) -> None:
+    """Raise ValueError for a tensor that does not have the shape of tokens."""
+    if other.shape != tokens.shape:
+        raise ValueError(
+            f"{name} of shape {list(other.shape)} are not allowed because tokens have the shape {list(tokens.shape)}. "
+            "Use one number for each token"
+        )
+
+
+def whole_number(name: str, value: Any, least: int | None = 1) -> int:
     """Return ``value`` as an int. Raises ValueError unless it is a whole number from ``least`` to the end of int32."""
     try:
         number = value if type(value) is int else index(value)
     except TypeError:
-        raise ValueError(f"{name} must be a whole number, got {value!r} ({type(value).__name__})") from None
-    if least is not None and not least <= number < 1 << 31:
-        raise ValueError(f"{name} must be {f'at least {least}' if number < least else 'below 2**31'}, got {value}")
+        raise ValueError(
+            f"{name}={value!r} is not allowed because it is a {type(value).__name__}. Use a whole number"
+        ) from None
+    if least is not None:
+        within(least, (1 << 31) - 1, **{name: number})
     return number
 
 
 def check_range(vocabulary: int, name: str, ids: Tensor, otherwise: str = "") -> None:
-    """Raise ValueError for ids outside of the vocabulary."""
+    """Raise ValueError for ids outside of the vocabulary; ``otherwise`` ends the sentence."""
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:
-        ends = f"the vocabulary has ids 0 to {vocabulary - 1}"
-        raise ValueError(f"{name} {low if low < 0 else high} is out of range: {ends}{otherwise}")
+        raise ValueError(
+            f"{name} {low if low < 0 else high} is not allowed because the vocabulary has {vocabulary} ids. Use ids "
+            f"from 0 to {vocabulary - 1}{otherwise}"
+        )
 
 
 def check_memory(memory: Memory, layout: tuple[tuple, ...], tokens: Tensor, rows: int | None = None) -> None:
@@ -103,17 +127,19 @@ def check_memory(memory: Memory, layout: tuple[tuple, ...], tokens: Tensor, rows
     batch, length = tokens.shape
     if memory.batch != batch:
         raise ValueError(
-            f"memory is for a batch of {memory.batch}, tokens have a batch of {batch}; use start(batch={batch})"
+            f"memory for a batch of {memory.batch} is not allowed because tokens have a batch of {batch}. Use "
+            f"start(batch={batch})"
         )
     actual = memory.ledger.layout
     if actual is not layout and actual != layout:
         raise ValueError(
-            "memory was made by another model, or by a model with other sizes or dtype"
-            f"{first_difference(actual, layout)}; use start() of this model, or a new Engine"
+            "memory is not allowed because it was made by another model, or by a model with other sizes or dtype"
+            f"{first_difference(actual, layout)}. Use start() of this model, or a new Engine"
         )
     if memory.document_B.device != tokens.device:
         raise ValueError(
-            f"memory lies on {memory.document_B.device}, tokens on {tokens.device}; move the model first, then start()"
+            f"memory on {memory.document_B.device} is not allowed because tokens are on {tokens.device}. Use start() "
+            "after the model was moved"
         )
     if memory.capacity is not None and torch.is_grad_enabled():
         raise ValueError(
@@ -124,8 +150,8 @@ def check_memory(memory: Memory, layout: tuple[tuple, ...], tokens: Tensor, rows
     if not traced and memory.document_B.is_inference() and not torch.is_inference_mode_enabled():
         if torch.is_grad_enabled() or memory.capacity is not None:
             raise ValueError(
-                "memory was made in torch.inference_mode(), which gradients and writes outside of it do not allow; "
-                "make it under torch.no_grad(), or stay in inference mode"
+                "memory made in torch.inference_mode() is not allowed outside of it because it permits neither "
+                "gradients nor writes there. Use torch.no_grad() to make it, or stay in inference mode"
             )
     memory.ledger.require(length)
     memory.ledger.require_rows(length, length if rows is None else rows)
@@ -150,11 +176,11 @@ def check_room(capacity: int | None, prompt: int, new: int, used: int = 0) -> No
 
     The last new token is not read, so it needs no room.
     """
-    whole("max_new_tokens", new)
+    whole_number("max_new_tokens", new)
     needed = used + prompt + new - 1
     if capacity is not None and needed > capacity:
-        after = f", after {used} used tokens" if used else ""
+        after = f" after {used} used tokens" if used else ""
         raise ValueError(
-            f"capacity {capacity} does not hold a prompt of {prompt} tokens and {new} new ones{after}; "
-            f"use capacity={needed} or more, or None for a memory that grows"
+            f"capacity={capacity} is not allowed because a prompt of {prompt} tokens and {new} new ones{after} need "
+            f"{needed}. Use capacity={needed} or more, or None for a memory that grows"
         )

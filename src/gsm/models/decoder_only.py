@@ -27,7 +27,7 @@ from gsm.layers.residual import HyperConnection, Residual, Streams
 from gsm.models.base import Trace
 from gsm.models.geometry import Geometry
 from gsm.models.matching import ParameterMatched
-from gsm.models.schedule import Schedule, at_least_none, stack_rows
+from gsm.models.schedule import Schedule, non_negative, stack_rows
 from gsm.models.stack import Recompute, Stack, balances_of, block_of, caches_of
 from gsm.span import Span
 
@@ -80,7 +80,7 @@ class DecoderOnly(ParameterMatched):
 
     def schedule(self, new: int, rows: int) -> Schedule:
         """Return the rows of each layer."""
-        _, *decoder = at_least_none(stack_rows(new, rows, self.reaches))
+        _, *decoder = non_negative(stack_rows(new, rows, self.reaches))
         return Schedule([], decoder, decoder_input=new)
 
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:

@@ -82,12 +82,15 @@ class Geometry:
         for name in _POSITIVE:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+                raise ValueError(
+                    f"{name}={value!r} is not allowed because it must be a whole number of at least 1. Use 1 or more"
+                )
         within(1, MOST_LAYERS, encoder_layers=self.encoder_layers, decoder_layers=self.decoder_layers)
         within(1, rope_base=self.rope_base, bank_rope_base=self.bank_rope_base)
         if self.heads % self.output_groups:
             raise ValueError(
-                f"output_groups={self.output_groups} is not allowed because it must divide heads={self.heads}"
+                f"output_groups={self.output_groups} is not allowed because it must divide heads={self.heads}. Use a "
+                "divisor"
             )
         if self.rotary_dim > min(self.entry_dim, self.index_dim):
             limit = min(self.entry_dim, self.index_dim)
@@ -137,11 +140,15 @@ class Geometry:
 def check_layers(field: str, layers: Sequence[int], first: int, last: int) -> None:
     """Raise ValueError unless ``layers`` ascend inside [first, last]."""
     if list(layers) != sorted(set(layers)):
-        raise ValueError(f"{field}={list(layers)} is not allowed because layers must ascend without repetition")
+        raise ValueError(
+            f"{field}={list(layers)} is not allowed because layers must ascend without repetition. Use each layer "
+            "once, in ascending order"
+        )
     outside = [layer for layer in layers if not first <= layer <= last]
     if outside:
         raise ValueError(
-            f"{field}={list(layers)} is not allowed because {outside} lie outside of layers {first} to {last}"
+            f"{field}={list(layers)} is not allowed because {outside} lie outside of layers {first} to {last}. "
+            "Use layers inside"
         )
 
 

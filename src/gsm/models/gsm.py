@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from gsm.cache.memory import Memory
+from gsm.layers.block import Block
 from gsm.layers.costs import Layer
 from gsm.layers.feed_forward import FeedForward, SwiGLU
 from gsm.layers.indexer_training import KL, IndexerTraining
@@ -36,7 +37,7 @@ from gsm.models.geometry import Geometry, check_layers
 from gsm.models.schedule import Schedule, gsm_schedule
 from gsm.models.stack import Recompute, Stack, balances_of, block_of, caches_of, losses_of_indexers
 from gsm.observe import tap
-from gsm.shapes import last
+from gsm.shapes import last_rows
 from gsm.slots.decoder_start import DecoderStart, State
 from gsm.slots.encoder_reading import EncoderReading, TopK
 from gsm.slots.retriever.base import Retriever
@@ -57,12 +58,12 @@ class GSM(LanguageModel):
         geometry: widths and depths.
         stages: encoder layers that carry an aggregation stage; None: the geometry's stages, []: no aggregation.
         state_size: entries that a decoder row sees (M); None: window + top_k, the budget of one encoder attention.
-        encoder_reading: selects the banks that the encoder's own attention reads.
+        encoder_reading: decides whether the encoder's own attention reads its banks.
         retriever: selects the bank entries of a stage; called with ``dim_in, shape, top_k=..., stage=...``.
         stage_input: selects h of a stage.
         stage_query: computes the query input of a stage.
         writer: writes the retrieved history into the state; called with ``shape, state_size=..., rope=...,
-            parts=...``, and with ``stages=...``, their number, if it takes that argument.
+            parts=...``, and with ``stages=...``, the number of stages, if it takes that argument.
         decoder_start: makes the initial residual streams of the decoder.
         state_reader: defines how decoder layers read the state.
         residual: called with the width for every site.
@@ -128,7 +129,8 @@ class GSM(LanguageModel):
         stage_count = {"stages": len(layers)} if takes(writer, "stages") else {}
         self.writer = writer(shape, state_size=self.state_size, rope=rope, parts=reader.parts, **stage_count)
         check_writer(self.writer, layers)
-        blocks, self.reaches = [], []
+        blocks: list[Block] = []
+        self.reaches: list[int] = []  # for each decoder layer, the earlier positions of its input that a row needs
         for layer in range(1, geometry.decoder_layers + 1):
             attention = reader.layer(
                 shape,
@@ -163,14 +165,14 @@ class GSM(LanguageModel):
         rows = self.schedule(x_BTD.shape[1], span.rows)
         streams = Streams.copies(x_BTD, self.encoder.streams)
         streams, encoded = self.encoder(streams, span, rows.encoder, memory.encoder)
-        span = span.last(rows.writer).cut()  # the last encoder layer has produced exactly these rows
+        span = span.last_rows(rows.writer).cut()  # the last encoder layer has produced exactly these rows
         retrieved = self.aggregation(encoded, span, memory.stages)
         streams = streams._replace(mixed_BTD=tap("state/e", streams.mixed_BTD))
         z_BRD, state, state_cache = self.writer(
-            streams.mixed_BTD, retrieved.increments, span.last(rows.state), memory.state
+            streams.mixed_BTD, retrieved.increments, span.last_rows(rows.state), memory.state
         )
-        span = span.last(rows.decoder_input).cut()
-        streams = self.decoder_start(streams.last(rows.decoder_input), last(z_BRD, rows.decoder_input))
+        span = span.last_rows(rows.decoder_input).cut()
+        streams = self.decoder_start(streams.last_rows(rows.decoder_input), last_rows(z_BRD, rows.decoder_input))
         streams = Streams(tap("decoder/streams", streams.value_BTXD), tap("decoder/start", streams.mixed_BTD))
         streams, decoded = self.decoder(streams, span, rows.decoder, memory.decoder, state)
         after = replace(
@@ -213,8 +215,8 @@ class GSM(LanguageModel):
         if not self.training or not increments:
             return {}
         retrieved_SBRD = torch.stack(increments).detach().cumsum(dim=0)
-        lengths_S = retrieved_SBRD.norm(dim=-1).mean(dim=(1, 2))
-        return {f"retrieved_norm/stage{i}": length for i, length in enumerate(lengths_S, 1)}
+        norm_S = retrieved_SBRD.norm(dim=-1).mean(dim=(1, 2))
+        return {f"retrieved_norm/stage{stage}": norm for stage, norm in enumerate(norm_S, 1)}
 
 
 def check_stages(stages: Sequence[int], geometry: Geometry) -> list[int]:

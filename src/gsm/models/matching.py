@@ -91,9 +91,9 @@ def match(
 
     Parameters are linear in the rank, so two models on the meta device determine it. The rank must be at least half of
     the geometry's, so that queries are not poorer than the baseline's, and at most heads x entry_dim, because a higher
-    rank adds nothing. If no number of heads allows an exact match, the closest one is returned. Larger numbers than one
-    with too many parameters and smaller numbers than one with too few are skipped, and so are numbers that the caller's
-    key and value heads do not divide.
+    rank adds nothing. If no number of heads allows an exact match, the closest one is returned. A number is skipped
+    if a smaller one had too many parameters or a larger one too few, or if the caller's key and value heads do not
+    divide it.
 
     Args:
         geometry: widths and depths.

@@ -27,12 +27,12 @@ def left_pad(prompts: Sequence[Ids], device: torch.device | str = "cpu") -> tupl
     """
     rows = [torch.as_tensor(prompt, device=device) for prompt in prompts]
     if not rows:
-        raise ValueError("prompts must hold at least one prompt, got none")
+        raise ValueError("prompts=[] is not allowed because a batch has at least one prompt. Use one or more")
     for number, row in enumerate(rows):
         if row.ndim != 1 or row.numel() == 0 or row.is_floating_point():
             raise ValueError(
-                f"prompts[{number}] must be 1-D, of whole numbers and not an empty prompt, "
-                f"got {row.dtype} {list(row.shape)}"
+                f"prompts[{number}] of {row.dtype} {list(row.shape)} is not allowed because a prompt is 1-D, of whole "
+                "numbers and not empty. Use a list of ids"
             )
     tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64, device=device)
     documents = torch.full_like(tokens, -1)

@@ -33,7 +33,7 @@ _PARTS = (
 
 
 @dataclass(frozen=True)
-class Report:
+class ParameterReport:
     """Parameter counts.
 
     Attributes:
@@ -51,12 +51,12 @@ class Report:
         return "\n".join([*rows, f"{'total':<22}{self.total:>15,}", f"{'active':<22}{self.active:>15,}"])
 
 
-def count_parameters(model: nn.Module) -> Report:
+def count_parameters(model: nn.Module) -> ParameterReport:
     """Count a model's parameters by part; parameters of no named part count as ``other``."""
     parts: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         part = next(part for part, pattern in _PARTS if re.search(pattern, name))
         parts[part] = parts.get(part, 0) + parameter.numel()
     total = sum(parts.values())
-    unmet = sum(layer.unmet() for layer in layers_with_experts(model))
-    return Report(total, total - unmet, parts)
+    inactive_weights = sum(layer.inactive_weights() for layer in layers_with_experts(model))
+    return ParameterReport(total, total - inactive_weights, parts)

@@ -38,8 +38,8 @@ class Schedule:
     decoder_input: int = 0
 
 
-def at_least_none(rows: Sequence[int]) -> list[int]:
-    """Replace negative numbers of rows by 0: the requested row is so far ahead that this call need not compute any."""
+def non_negative(rows: Sequence[int]) -> list[int]:
+    """Return the numbers of rows, with 0 for negative ones: their requested row lies too far ahead for this call."""
     return [max(0, count) for count in rows]
 
 
@@ -91,8 +91,8 @@ def gsm_schedule(
     above = [
         min(new, writer + (encoder_layers - layer) * (window - 1)) for layer in range(last_bank, encoder_layers + 1)
     ]
-    encoder = at_least_none([new] * (last_bank - 1) + above)
-    return Schedule(encoder, at_least_none(decoder), *at_least_none([writer, state, decoder_input]))
+    encoder = non_negative([new] * (last_bank - 1) + above)
+    return Schedule(encoder, non_negative(decoder), *non_negative([writer, state, decoder_input]))
 
 
 def local_reach(*, encoder_layers: int, decoder_layers: int, window: int, state_size: int, reach: int = 0) -> int:

@@ -87,7 +87,7 @@ class Stack(nn.Module):
         """
         outputs: list[LayerOutput] = []
         for block, layer_rows, cache in zip(self, rows, caches, strict=True):
-            span = span.last(layer_rows)
+            span = span.last_rows(layer_rows)
             if not span.position_BT.shape[1]:  # no positions enter the layer: pass ``below`` on
                 nothing_BTD = streams.mixed_BTD
                 out = LayerOutput(cache, below, layer_input_BTD=nothing_BTD, layer_output_BRD=nothing_BTD)

@@ -103,9 +103,9 @@ class YOCO(ParameterMatched):
         entry_BTU = self.key_value(self.cache_norm(streams.mixed_BTD), self.rope.at(span, x_BTD.dtype))
         (cache,) = memory.decoder
         seen_BFU, slots, cache = cache.extend(entry_BTU, span)
-        span = span.last(rows.decoder_input)
+        span = span.last_rows(rows.decoder_input)
         history = self.key_value.history(seen_BFU, slots, span)
-        streams = streams.last(rows.decoder_input)
+        streams = streams.last_rows(rows.decoder_input)
         streams, decoded = self.decoder(streams, span.cut(), rows.decoder, [None] * len(rows.decoder), history)
         after = replace(memory, encoder=caches_of(encoded), decoder=(cache,))
         return Trace(streams.mixed_BTD, after, balances=balances_of(*encoded, *decoded))

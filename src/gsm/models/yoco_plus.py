@@ -88,7 +88,7 @@ class YOCOPlus(ParameterMatched):
         rows = self.schedule(x_BTD.shape[1], span.rows)
         streams = Streams.copies(x_BTD, self.encoder.streams)
         streams, encoded = self.encoder(streams, span, rows.encoder, memory.encoder)
-        span, history = span.last(rows.decoder_input), encoded[-1].attended.history
+        span, history = span.last_rows(rows.decoder_input), encoded[-1].attended.history
         streams, decoded = self.decoder(streams, span.cut(), rows.decoder, [None] * len(rows.decoder), history)
         after = replace(memory, encoder=caches_of(encoded))
         return Trace(streams.mixed_BTD, after, balances=balances_of(*encoded, *decoded))

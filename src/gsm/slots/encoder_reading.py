@@ -1,4 +1,4 @@
-"""The banks that the encoder's own attention reads beside its window: the slot ``model/encoder_reading``.
+"""The banks that the encoder's own attention reads in addition to its window: the slot ``model/encoder_reading``.
 
 Every variant builds the banks, because the aggregation stages read them.
 """

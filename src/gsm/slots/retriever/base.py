@@ -18,13 +18,13 @@ from gsm.layers.search import Selection
 class Retriever(nn.Module, ABC):
     """Base of all retrievers; called by a stage once per forward.
 
+    A retriever that searches must call its indexer ``self.indexer``: an optimiser recognises indexers by that name.
+
     Args:
         dim_in: width of the stage's query input.
         shape: shared widths.
         top_k: entries to select (K).
         stage: number of its stage, from 1.
-
-    A retriever that searches must name its indexer ``indexer``; then it is trained like the other indexers.
     """
 
     # Whether this retriever uses the encoder layer's selection, so that the layer must have one.

@@ -16,8 +16,8 @@ from gsm.layers.search import Selection
 from gsm.slots.retriever.base import Retriever
 from gsm_kernels.device import scratch_elements
 
-LAST = (1 << 31) - 1  # larger than every ordinal of a bank: no entry
-NEVER = (1 << 63) - 1  # larger than every hash, with LAST in its low bits
+NO_ENTRY = (1 << 31) - 1  # larger than every ordinal of a bank: no entry
+NEVER = (1 << 63) - 1  # larger than every hash, with NO_ENTRY in its low bits
 
 
 class RandomTopK(Retriever):
@@ -51,16 +51,17 @@ class RandomTopK(Retriever):
         row_BR = mixed(mixed(mixed(position_BR.clamp(min=0)) ^ self.seed) ^ self.stage)
         chunks = zip(row_BR.split(step, dim=1), count_BR.split(step, dim=1), strict=True)
         ordinal_BRK = torch.cat([draw(*chunk, slots, self.top_k) for chunk in chunks], dim=1)
-        return Selection(torch.where(ordinal_BRK == LAST, -1, bank.first_BR[..., None] + ordinal_BRK)), cache
+        return Selection(torch.where(ordinal_BRK == NO_ENTRY, -1, bank.first_BR[..., None] + ordinal_BRK)), cache
 
 
 def draw(row_BR: Tensor, count_BR: Tensor, slots: int, top_k: int) -> Tensor:
-    """Draw K of the first ``count_BR`` of ``slots`` ordinals, ascending, padded with ``LAST``; ``row_BR`` are hashes.
+    """Draw K of the first ``count_BR`` of ``slots`` ordinals; return them ascending, padded with ``NO_ENTRY``.
 
-    The ordinals with the K lowest hashes are drawn. Each hash has its ordinal in the low bits, so no two are equal.
+    ``row_BR`` are hashes of the rows. The ordinals with the K lowest hashes are drawn. Each hash has its ordinal in the
+    low bits, so no two are equal.
     """
     ordinal_F = torch.arange(slots, device=row_BR.device)
     hash_BRF = mixed(row_BR[..., None] ^ mixed(ordinal_F))
     key_BRF = torch.where(ordinal_F < count_BR[..., None], hash_BRF << 31 | ordinal_F, NEVER)
-    lowest_BRK = key_BRF.topk(min(top_k, slots), largest=False, sorted=False).values & LAST
-    return torch.nn.functional.pad(lowest_BRK.sort().values, (0, max(0, top_k - slots)), value=LAST)
+    lowest_BRK = key_BRF.topk(min(top_k, slots), largest=False, sorted=False).values & NO_ENTRY
+    return torch.nn.functional.pad(lowest_BRK.sort().values, (0, max(0, top_k - slots)), value=NO_ENTRY)

@@ -19,7 +19,7 @@ from gsm.layers.costs import AttentionCost, LayerCost, attention
 from gsm.layers.latent_attention import LatentAttention
 from gsm.layers.projections import Shape
 from gsm.layers.rope import Angles, Rope
-from gsm.shapes import last
+from gsm.shapes import last_rows
 from gsm.span import Span
 
 
@@ -52,8 +52,8 @@ class StateAttention(LatentAttention):
 
     def forward(self, x_BTD: Tensor, span: Span, cache: Any, below: SharedState) -> tuple[Tensor, LayerOutput]:
         """Read the state, ``below``, for the last R of T positions, and pass it on."""
-        angles = self.rope.at(span, x_BTD.dtype).last(span.rows)
-        query_BRHC, _ = self.query(last(x_BTD, span.rows))
+        angles = self.rope.at(span, x_BTD.dtype).last_rows(span.rows)
+        query_BRHC, _ = self.query(last_rows(x_BTD, span.rows))
         mixed_BRHC = self.mix(query_BRHC, below, span.row_position_BR, angles)
         return self.output(mixed_BRHC), LayerOutput(cache, below)
 

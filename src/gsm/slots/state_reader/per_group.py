@@ -23,7 +23,9 @@ class PerGroup(StateReader):
 
     def __init__(self, groups: int):
         if groups < 1:
-            raise ValueError(f"state_reader.groups={groups} is not allowed because there must be at least 1 group")
+            raise ValueError(
+                f"state_reader.groups={groups} is not allowed because there must be a group. Use 1 or more"
+            )
         self.groups = groups
         self.parts = tuple(StatePart(f"group{group}") for group in range(1, groups + 1))
 

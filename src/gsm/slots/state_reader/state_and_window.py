@@ -12,7 +12,7 @@ from gsm.layers.attended import SharedState
 from gsm.layers.block import LayerOutput
 from gsm.layers.costs import LayerCost, Store, products
 from gsm.layers.projections import Entry, Shape
-from gsm.shapes import last
+from gsm.shapes import last_rows
 from gsm.slots.state_reader.base import StateAttention, StateReader
 from gsm.span import Span
 
@@ -65,14 +65,14 @@ class WindowedStateAttention(StateAttention):
         """Write the entries of all T positions; attend for the last R of them."""
         angles = self.rope.at(span, x_BTD.dtype)
         own_BFC, cache = cache.extend(self.window(x_BTD, angles))
-        query_BRHC, _ = self.query(last(x_BTD, span.rows))
+        query_BRHC, _ = self.query(last_rows(x_BTD, span.rows))
         position_BR = span.row_position_BR
         stored, rows = own_BFC.shape[1], span.rows
         back_K = torch.arange(self.own_size - 1, -1, -1, device=position_BR.device)
         place_RK = torch.arange(stored - rows, stored, device=position_BR.device)[:, None] - back_K
         chosen_BRK = place_RK.where(back_K <= position_BR[..., None], -1)
         state_BEC = below.parts[self.part]
-        mixed_BRHC = self.attend(query_BRHC, state_BEC, position_BR, angles.last(rows), own_BFC, chosen_BRK)
+        mixed_BRHC = self.attend(query_BRHC, state_BEC, position_BR, angles.last_rows(rows), own_BFC, chosen_BRK)
         return self.output(mixed_BRHC), LayerOutput(cache, below)
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:

@@ -29,8 +29,9 @@ class StateWriter(nn.Module, ABC):
     """Base of all writers.
 
     A variant that writes one entry per position, from that position only, overrides ``fuse`` and nothing else. Any
-    other overrides ``write`` as well. If it stores more than the last M entries, it overrides ``start_part`` and
-    ``stored``. If it computes more than products with its own matrices, it overrides ``multiply_adds`` and ``reads``.
+    other variant overrides ``write`` as well. If it stores more than the last M entries, it overrides ``start_part``
+    and ``stored``. If it computes more than products with its own matrices, it overrides ``multiply_adds`` and
+    ``reads``.
 
     Args:
         shape: shared widths.
@@ -105,7 +106,7 @@ class StateWriter(nn.Module, ABC):
         Args:
             part: the part.
             x_BTD: z, normed.
-            span: the positions; the last ``span.rows`` of them get entries. These are all unless there is a reach.
+            span: the positions; the last ``span.rows`` of them get entries, which are all for a ``reach`` of 0.
             cache: the cache of this part.
 
         Returns:

@@ -27,7 +27,7 @@ from gsm.layers.linear import Linear
 from gsm.layers.norm import RMSNorm
 from gsm.layers.projections import Shape
 from gsm.layers.rope import Angles
-from gsm.shapes import last
+from gsm.shapes import last_rows
 from gsm.slots.writer.additive import Additive
 from gsm.span import Span
 from gsm_kernels import rotate
@@ -104,7 +104,7 @@ class Delta(Additive):
         angles, correction = self.angles(part, span, x_BTD.dtype), cast(Correction, self.correction[part.name])
         plain_BTC = self.projection(part).latent(x_BTD)
         plain_BEC, plain = cache.plain.extend(rotate(plain_BTC, *angles))
-        angles = angles.last(span.rows)
+        angles = angles.last_rows(span.rows)
         new_BRC = correction(x_BTD, plain_BTC, plain_BEC, span.row_position_BR, angles)
         corrected_BEC, corrected = cache.corrected.extend(rotate(new_BRC, *angles))
         return corrected_BEC, DeltaCache(plain, corrected)
@@ -142,8 +142,8 @@ class Correction(nn.Module):
         """
         rows = position_BR.shape[1]
         beta_BT1 = torch.sigmoid(self.rate(x_BTD) + self.bias)
-        predicted_BRC = self.predict(last(self.query(x_BTD), rows), plain_BEC, position_BR, angles)
-        new_BRC = last(plain_BTC, rows) - last(beta_BT1, rows) * predicted_BRC
+        predicted_BRC = self.predict(last_rows(self.query(x_BTD), rows), plain_BEC, position_BR, angles)
+        new_BRC = last_rows(plain_BTC, rows) - last_rows(beta_BT1, rows) * predicted_BRC
         return self.norm(new_BRC).type_as(plain_BTC)  # under autocast beta has a wider dtype than the entries
 
     def predict(self, query_BRC: Tensor, plain_BEC: Tensor, position_BR: Tensor, angles: Angles) -> Tensor:

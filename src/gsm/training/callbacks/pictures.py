@@ -27,7 +27,7 @@ from gsm.analysis.views import TAPS as VIEWED
 from gsm.analysis.views import shares, views
 from gsm.errors import within
 from gsm.models.gsm import GSM
-from gsm.observe import Seen, record
+from gsm.observe import Recording, record
 from gsm.training.distributed.sharded import Sharded
 from gsm.training.module import LanguageModeling
 from gsm.training.resume import random_states, restore_random_states
@@ -110,7 +110,7 @@ class Pictures(lightning.Callback):
                 board.log_image(f"view/{name}", [pixels_YXC], step)
 
     @torch.no_grad()
-    def _look(self, trainer: lightning.Trainer, task: LanguageModeling) -> Seen:
+    def _look(self, trainer: lightning.Trainer, task: LanguageModeling) -> Recording:
         """One forward of the sequences, as validation computes it, with the taps that are drawn."""
         assert self._batch is not None  # on_fit_start has taken it
         batch = {name: value_BT.to(task.device) for name, value_BT in self._batch.items()}
@@ -125,7 +125,7 @@ class Pictures(lightning.Callback):
         return seen
 
 
-def scalars(model: GSM, seen: Seen) -> dict[str, float]:
+def scalars(model: GSM, seen: Recording) -> dict[str, float]:
     """Facts of the state, not finite where all is padding; of stages that select for themselves also the overlap, if a
     row sees more than K entries."""
     overlaps = overlap.overlaps_seen(model, seen) if overlap.selects_for_itself(model) else {}
@@ -133,7 +133,7 @@ def scalars(model: GSM, seen: Seen) -> dict[str, float]:
     return {**state_facts(model, seen), **shares(model, seen), **shared}
 
 
-def histograms(model: GSM, seen: Seen) -> Iterator[tuple[str, Tensor]]:
+def histograms(model: GSM, seen: Recording) -> Iterator[tuple[str, Tensor]]:
     """Names and values: of distances by stage, of the gate."""
     for stage, distance_N in selected_distances(model, seen).items():
         if len(distance_N):
