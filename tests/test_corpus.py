@@ -214,7 +214,7 @@ def test_no_pipe_or_device_is_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "a.txt").write_text("text")
     for place in (tmp_path / "pipe.txt", "/dev/urandom"):
-        with pytest.raises(FileNotFoundError, match="is not a folder or a file"):
+        with pytest.raises(FileNotFoundError, match="because there is no such folder or file"):
             Corpus(place)
         with pytest.raises(ValueError, match=f"{place} is not a regular file"):
             _ = Corpus(tmp_path / "a.txt", validation=str(place)).files
@@ -256,7 +256,10 @@ def test_readers_of_files_that_a_user_names_end_in_a_sentence(place: str, tmp_pa
                 file.truncate(200 << 20)
         assert files.read_json(path) is None
         for read in (lambda: prompt_of(str(path)), lambda: text_of("", str(path))):
-            with pytest.raises(ConfigError, match=f"file[= ]{path} cannot be read: .*(not a reg|No such dev|more)"):
+            with pytest.raises(
+                ConfigError,
+                match=f"file={path} (is not allowed because it )?cannot be read: .*(not a reg|No such dev|more)",
+            ):
                 read()
         if place != "200 MB":
             assert not read_metrics(path)
@@ -285,9 +288,11 @@ def test_the_digest_notices_another(change: str, tmp_path: Path) -> None:
 
 
 def test_a_path_that_is_missing_or_empty_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere.*is not a folder or a file; give data.path"):
+    with pytest.raises(
+        FileNotFoundError, match="path=.*nowhere is not allowed because there is no such folder or file"
+    ):
         Corpus(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="holds 0 files.*needs at least 2"):
+    with pytest.raises(ValueError, match="holds 0 files.* Use a folder with one file for training"):
         _ = Corpus(tmp_path).files
 
 

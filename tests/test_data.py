@@ -104,7 +104,7 @@ def test_a_sequence_belongs_to_the_document_that_it_begins_in(make: Callable[...
 
 
 def test_an_unknown_treatment_of_documents_is_named(make: Callable[..., TextData]) -> None:
-    with pytest.raises(ValueError, match=r"data.documents is 'apart', but has to be one of isolated, "):
+    with pytest.raises(ValueError, match="documents=apart is not allowed because it is unknown. Use isolated or "):
         make(documents="apart")
 
 
@@ -127,7 +127,7 @@ def test_sequences_are_pickled_without_their_ids(make: Callable[..., TextData]) 
 
 
 def test_a_context_longer_than_the_text_is_named(make: Callable[..., TextData]) -> None:
-    with pytest.raises(ValueError, match="context 100000 needs at least 100001 tokens and the validation split has"):
+    with pytest.raises(ValueError, match="context=100000 is not allowed because the validation split has only"):
         make(context=100_000).validation_set  # noqa: B018
 
 
@@ -186,12 +186,15 @@ def test_a_blank_sequence_has_no_targets(make: Callable[..., TextData]) -> None:
         ({"validation_sequences": 0}, "validation_sequences=0 is not allowed because it is below 1"),
         ({"max_tokens": 16}, "max_tokens=16 is not allowed because it is below 17"),
         ({"prepare_workers": 0}, "prepare_workers=0 is not allowed because it is below 1"),
-        ({"end_of_text": "</s>"}, "end_of_text '</s>' is for a tokenizer.json, and the tokenizer is 'bpe'"),
-        ({"path": None, "files": "*"}, "files given without a path; set data.path"),
-        ({"tokenizer": "words"}, "unknown tokenizer 'words'; the known ones are bpe, bytes"),
-        ({"vocabulary": 256}, "vocabulary 256 cannot hold a 'bpe' tokenizer, which needs 257"),
-        ({"vocabulary": 100, "tokenizer": "bytes"}, "vocabulary 100 cannot hold a 'bytes' tokenizer"),
-        ({"vocabulary": 200, "tokenizer": Tokenizer.plain_bytes()}, "has 257 ids and the model's vocabulary only 200"),
+        ({"end_of_text": "</s>"}, "end_of_text=</s> is not allowed because tokenizer=bpe has its own"),
+        ({"path": None, "files": "*"}, "files is not allowed because there is no path. Use"),
+        ({"tokenizer": "words"}, "tokenizer=words is not allowed because it is unknown. Use bpe, bytes"),
+        ({"vocabulary": 256}, "size.vocabulary=256 is not allowed because tokenizer=bpe .* Use 257 or more"),
+        ({"vocabulary": 100, "tokenizer": "bytes"}, "size.vocabulary=100 is not allowed because tokenizer=bytes"),
+        (
+            {"vocabulary": 200, "tokenizer": Tokenizer.plain_bytes()},
+            "size.vocabulary=200 is not allowed because the tokenizer has 257 ids",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_at_construction(
@@ -202,9 +205,11 @@ def test_what_cannot_work_is_refused_at_construction(
 
 
 def test_a_path_that_is_missing_is_refused_at_construction(make: Callable[..., TextData], tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere.*is not a folder or a file; give data.path"):
+    with pytest.raises(
+        FileNotFoundError, match="path=.*nowhere is not allowed because there is no such folder or file"
+    ):
         make(path=str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match="were both given"):
+    with pytest.raises(ValueError, match="is not allowed because there is a corpus, too"):
         make(corpus=Corpus(tmp_path))
 
 

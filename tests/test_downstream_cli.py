@@ -112,8 +112,8 @@ def test_it_goes_on_where_it_was_and_says_when_it_cannot(
             "data=.* is not allowed with task piqua because no local files are known for it. Did you mean piqa",
         ),
         (["tasks=piqa", "data=/nowhere"], r"tasks: /nowhere lacks piqa_validation.jsonl \(or .jsonl.xz\) of piqa"),
-        (["tasks=piqa", "limit=-1"], "limit is -1, but has to be 0 or more"),
-        (["tasks=piqa", "batch_size=0"], "batch_size is 0, but has to be 1 or more"),
+        (["tasks=piqa", "limit=-1"], "limit=-1 is not allowed because it is below 0"),
+        (["tasks=piqa", "batch_size=0"], "batch_size=0 is not allowed because it is below 1"),
         (["tasks=piqa", "output=/proc/none"], "/proc/none/tasks.json cannot be written"),
     ],
 )
@@ -125,8 +125,8 @@ def test_it_explains_what_it_cannot_use(place: Path, given: list[str], said: str
 def test_a_harness_that_is_missing_is_said_before_anything_is_trained_for_it(monkeypatch: pytest.MonkeyPatch):
     asked = commands.asked(["tasks=paper"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs the extra eval: pip install .* -e '\.\[eval\]'"):
+    with pytest.raises(ConfigError, match=r"is not installed. Use pip install .* -e '\.\[eval\]'"):
         asked.require()
-    with pytest.raises(ConfigError, match="needs the extra eval"):
+    with pytest.raises(ConfigError, match="is not installed. Use"):
         asked.evaluate()
     commands.asked(["context=16"]).require()  # held-out loss needs nothing

@@ -155,7 +155,7 @@ def test_nothing_to_measure_is_said():
         measure(model, each(batch))
     with pytest.raises(ValueError, match="there are no sequences"):
         measure(model, [])
-    with pytest.raises(ValueError, match="batch_size is 0, but has to be 1 or more"):
+    with pytest.raises(ValueError, match="batch_size=0 is not allowed because it is below 1"):
         measure(model, [], batch_size=0)
 
 
@@ -228,12 +228,12 @@ def test_a_checkpoint_alone_is_enough(runs: tuple[Path, list[dict[str, Any]]], t
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["split=test"], "split is 'test', but has to be validation or train"),
-        (["context=1"], "context is 1, but has to be 2 or more"),
-        (["sequences=-1"], "sequences is -1, but has to be 1 or more"),
-        (["outside=16"], "outside=16 is not allowed: use the number of windows and their length, as 16,65536"),
-        (["outside=1,99999999"], "data: context 99999999 needs at least"),
-        (["context=999999"], "data: context 999999 needs at least 1000000 tokens"),
+        (["split=test"], "split=test is not allowed because it is unknown. Use validation or train"),
+        (["context=1"], "context=1 is not allowed because it is below 2"),
+        (["sequences=-1"], "sequences=-1 is not allowed because it is below 1"),
+        (["outside=16"], "outside=16 is not allowed because it has to be two numbers. Use"),
+        (["outside=1,99999999"], "data: context=99999999 is not allowed because"),
+        (["context=999999"], "data: context=999999 is not allowed because"),
         (["device=abacus"], "device is 'abacus', but PyTorch cannot use it"),
         (["data=stdlip"], "In 'train': Could not find 'data/stdlip' Available options"),
         (["path=/nowhere/at/all"], "data: .*nowhere"),
@@ -247,7 +247,9 @@ def test_it_explains_what_it_cannot_use(runs: tuple[Path, list[dict[str, Any]]],
 
 
 def test_a_folder_without_runs_is_explained(tmp_path: Path):
-    with pytest.raises(SystemExit, match="^error: no checkpoint at .*, and no run below it"):
+    with pytest.raises(
+        SystemExit, match="^error: checkpoint=.* is not allowed because there is no checkpoint, and no run below it"
+    ):
         commands.call([f"checkpoint={tmp_path}"])
 
 

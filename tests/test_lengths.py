@@ -122,8 +122,8 @@ def test_an_interrupted_evaluation_goes_on_and_ends_with_the_same_numbers(tmp_pa
 @pytest.mark.parametrize(
     ("asked", "scored", "said"),
     [
-        ([20, 9], 9, r"lengths \[20, 9\] must ascend"),
-        ([20], 21, "scored 21 goes beyond the shortest length 20"),
+        ([20, 9], 9, r"lengths=\[20, 9\] is not allowed because lengths ascend"),
+        ([20], 21, "scored=21 is not allowed because it is above 20"),
         ([40], 9, r"windows have \[37, 37, 37\] tokens and the longest length is 40"),
     ],
 )
@@ -131,14 +131,17 @@ def test_what_cannot_be_measured_is_said(asked: list[int], scored: int, said: st
     with pytest.raises(ValueError, match=said):
         Lengths(lengths=asked, scored=scored).measure(small.build("gsm"), {"isolated": windows()})
     for documents in (["maybe"], []):
-        with pytest.raises(ConfigError, match="documents is '(maybe|nothing)', but has to be of isolated, "):
+        with pytest.raises(
+            ConfigError, match="documents=(maybe|nothing) is not allowed because it is unknown. Use isolated or "
+        ):
             Lengths(documents=documents)
 
 
 def test_windows_of_another_tokenizer_are_not_set_side_by_side(tmp_path: Path):
     one, other = ({"checkpoint": name, "settings": {"text": {"corpus": "c", "tokenizer": name}}} for name in ("a", "b"))
     with pytest.raises(
-        ConfigError, match=r"b has read other windows than a, by the data's tokenizer \(a there, b here"
+        ConfigError,
+        match=r"^checkpoint=b is not allowed .* differ from those of a by the data's tokenizer \(a there, b here",
     ):
         Lengths(lengths=[4]).conclude([one, other], tmp_path / "lengths.json")
 
@@ -185,5 +188,5 @@ def test_a_folder_of_runs_becomes_a_table_and_a_picture(tmp_path: Path, capsys: 
     assert held_out[0]["context"] == 16 and 0.8 < held_out[0]["targets"] / (2 * 64) <= 1, "as many as the windows have"
     mean = math.exp(sum(math.log(one["perplexity"]) for one in held_out) / 2)
     assert f" {mean:.4f} " in (folder / "lengths.md").read_text().replace("|", " | ")
-    with pytest.raises(SystemExit, match="windows is 99 and the longest of the lengths 64, but .* has .* room for"):
+    with pytest.raises(SystemExit, match="windows=99 is not allowed because .* has only .* room for"):
         commands.call([f"checkpoint={folder}", "lengths=64", "windows=99"])

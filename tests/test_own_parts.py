@@ -88,12 +88,12 @@ def test_a_plain_lightning_data_module_trains_and_a_metric_of_ones_own_is_in_eve
     found = HeldOut(str(folder)).evaluate()[0]
     assert found["text"]["targets"] == 16 * 23 and found["split_sequences"] == 16
     assert found["text"]["loss"] == pytest.approx(facts["val_loss"], rel=1e-5)
-    with pytest.raises(ConfigError, match="8 was asked for as context, which these data do not take"):
+    with pytest.raises(ConfigError, match="context=8 is not allowed because .* has no context"):
         HeldOut(str(folder), context=8).evaluate()
 
 
 def test_what_is_no_data_module_is_named():
-    with pytest.raises(ValueError, match="data is a list, but has to be a LightningDataModule with train_dataloader"):
+    with pytest.raises(ValueError, match="data=list is not allowed because it is no LightningDataModule"):
         with_defaults([])
 
 

@@ -82,7 +82,7 @@ def test_training_is_repeatable_and_stops_at_the_vocabulary(text: Path) -> None:
 
 
 def test_damaged_or_unknown_states_are_refused() -> None:
-    with pytest.raises(ValueError, match="unknown tokenizer 'words'; the known ones are bpe, bytes"):
+    with pytest.raises(ValueError, match="tokenizer=words is not allowed because it is unknown. Use bpe, bytes"):
         Tokenizer.from_state({"kind": "words", "json": None})
     for damaged in (None, "", '{"model":', "[]"):
         with pytest.raises(ValueError, match="no readable 'json'"):

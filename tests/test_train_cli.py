@@ -175,9 +175,12 @@ def test_generate_says_how_much_would_fit(run: tuple[Path, str]):
         (["promt=a"], "unknown argument 'promt'; did you mean prompt"),
         (["seed=x"], "seed is 'x', but takes int"),
         (["prompt=a"], "generate.py needs checkpoint="),
-        (["checkpoint=nowhere", "temperature=-1"], "temperature is -1.0, but has to be 0 or more"),
+        (["checkpoint=nowhere", "temperature=-1"], "temperature=-1.0 is not allowed because it is below 0"),
         (["checkpoint=nowhere.ckpt"], "no checkpoint at nowhere.ckpt"),
-        (["checkpoint=nowhere", "prompt_file=nothing.txt"], "prompt_file nothing.txt cannot be read"),
+        (
+            ["checkpoint=nowhere", "prompt_file=nothing.txt"],
+            "prompt_file=nothing.txt is not allowed because it cannot be read",
+        ),
     ],
 )
 def test_generate_explains_what_it_cannot_use(given: list[str], said: str):

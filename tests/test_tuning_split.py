@@ -141,7 +141,9 @@ def test_ranges_are_one_row(text: Callable[..., TextData]):
 
 
 def test_a_split_that_is_too_short_is_said():
-    with pytest.raises(ValueError, match="the training split has 10 tokens, too few to hold some out"):
+    with pytest.raises(
+        ValueError, match="held_out=tuning is not allowed because the training split has only 10 tokens"
+    ):
         divide(Split("train", Path(), 10, 10, 10, "uint16"), BYTES)
 
 
@@ -203,7 +205,9 @@ def test_every_data_yaml_has_the_switch_and_validates_on_what_is_reported_unless
 
 @pytest.mark.parametrize("name", ["stdlib", *MADE])
 def test_another_word_is_refused(name: str):
-    with pytest.raises(ConfigError, match="data.held_out is 'tunin', but has to be validation or tuning"):
+    with pytest.raises(
+        ConfigError, match="held_out=tunin is not allowed because it is unknown. Use validation or tuning"
+    ):
         instantiate(compose([f"data={name}", "size=pico", "data.held_out=tunin"])["data"], "data")
 
 

@@ -155,7 +155,7 @@ class DataModule(lightning.LightningDataModule):
 def check_held_out(name: str) -> str:
     """Return the same name. Raise ValueError for one that is not in `HELD_OUT_FOR`."""
     if name not in HELD_OUT_FOR:
-        raise ValueError(f"data.held_out is '{name}', but has to be {' or '.join(HELD_OUT_FOR)}")
+        raise ValueError(f"held_out={name} is not allowed because it is unknown. Use {' or '.join(HELD_OUT_FOR)}.")
     return name
 
 
@@ -164,8 +164,8 @@ def with_defaults(data: Any) -> DataModule:
     `LightningDataModule`."""
     if not isinstance(data, lightning.LightningDataModule):
         raise ValueError(
-            f"data is a {type(data).__name__}, but has to be a LightningDataModule with train_dataloader and "
-            "val_dataloader (see gsm.data.base)"
+            f"data={type(data).__name__} is not allowed because it is no LightningDataModule. Use one with "
+            "train_dataloader and val_dataloader (gsm.data.base)."
         )
     if not isinstance(data, DataModule):
         bases: tuple[Any, ...] = (type(data), DataModule)  # its own members come first

@@ -100,10 +100,13 @@ class Corpus:
         self.text_field, self.validation_share, self.notes = text_field, validation_share, notes
         if not (self.root.is_dir() or self.root.is_file()):
             raise FileNotFoundError(
-                f"corpus path {str(root)!r} is not a folder or a file; give data.path a folder of text files"
+                f"path={root} is not allowed because there is no such folder or file. Use a folder with text files."
             )
         if not 0 < validation_share < 1:
-            raise ValueError(f"validation_share {validation_share} must lie between 0 and 1; 0.05 is usual")
+            raise ValueError(
+                f"validation_share={validation_share} is not allowed because it is a share. Use a number between 0 and "
+                "1, such as 0.05."
+            )
 
     def documents(self, split: str) -> Iterator[str]:
         """Yield the texts of one split ("train" or "validation"), in the order of their files' names."""
@@ -291,8 +294,8 @@ class Corpus:
         """Divide by names, else by hashes; a single file is in both splits."""
         if not names:
             raise ValueError(
-                f"corpus path {self._place} holds 0 files with text{self._wanted()} and needs at least 2, one for "
-                "training and one for validation, or one that can be divided; give data.path another folder"
+                f"path={self._place} is not allowed because it holds 0 files with text{self._wanted()}. Use a folder "
+                "with one file for training and one for validation, or with one that can be divided."
             )
         roles = {name: _role(self._local(name)) for name in names}
         rest = [name for name in names if roles[name][0] == "train"]

@@ -96,12 +96,16 @@ class TextData(DataModule):
         within(context + 1, max_tokens=max_tokens, max_validation_tokens=max_validation_tokens)
         self._chosen = chosen_tokenizer(tokenizer, end_of_text, vocabulary)
         if documents not in DOCUMENTS:
-            raise ValueError(f"data.documents is '{documents}', but has to be one of {', '.join(DOCUMENTS)}")
+            raise ValueError(
+                f"documents={documents} is not allowed because it is unknown. Use {' or '.join(DOCUMENTS)}."
+            )
         self.documents, self.held_out = documents, check_held_out(held_out)
         choices = {"files": files, "validation": validation, "text_field": text_field}
         self.corpus = corpus or _corpus(path, **choices)
         if corpus and _given(path=path, **choices):
-            raise ValueError(f"path {path!r} (or {', '.join(choices)}) and a corpus were both given; leave one out")
+            raise ValueError(
+                f"path={path} (or {', '.join(choices)}) is not allowed because there is a corpus, too. Use one of them."
+            )
         if self.corpus.notes is None:
             self.corpus.notes = cache_folder(cache_dir)
         self.vocabulary, self.context, self.batch_size, self.seed = vocabulary, context, batch_size, seed
@@ -220,8 +224,8 @@ class TextData(DataModule):
         free = indices_outside(self._open(split, self.context), self._open(split, length), windows)
         if not len(free):
             raise ValueError(
-                f"outside={windows},{length} leaves no sequence of {self.context} tokens in the {split} split of "
-                f"{self.split(split).tokens:,} tokens; take fewer windows or a larger corpus"
+                f"outside={windows},{length} is not allowed because no sequence of {self.context} tokens remains in "
+                f"the {split} split of {self.split(split).tokens:,} tokens. Use fewer windows, or more text."
             )
         return free[validation_indices(len(free), most)]
 
@@ -292,7 +296,10 @@ def _given(**chosen: object) -> dict[str, Any]:
 def _corpus(path: str | None, **chosen: object) -> Corpus:
     arguments = _given(**chosen)
     if path is None and arguments:
-        raise ValueError(f"{', '.join(arguments)} given without a path; set data.path (data=folder), or leave them out")
+        raise ValueError(
+            f"{', '.join(arguments)} is not allowed because there is no path. Use data=folder data.path=, or leave it "
+            "out."
+        )
     return standard_library() if path is None else Corpus(path, **arguments)
 
 
@@ -300,7 +307,8 @@ def chosen_tokenizer(tokenizer: str | Tokenizer, end_of_text: str | None, vocabu
     """Return the tokenizer, or None if it has to be trained first."""
     if end_of_text is not None and tokenizer in ("bpe", "bytes"):
         raise ValueError(
-            f"end_of_text {end_of_text!r} is for a tokenizer.json, and the tokenizer is {tokenizer!r}; leave it out"
+            f"end_of_text={end_of_text} is not allowed because tokenizer={tokenizer} has its own. Leave it out, or use "
+            "a tokenizer.json."
         )
     if isinstance(tokenizer, str):
         if tokenizer in ("bpe", "bytes"):

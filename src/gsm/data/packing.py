@@ -47,8 +47,8 @@ class Sequences:
         if len(self) == 0:
             or_say = ", or name files to hold out with data.validation=" if split.name == "validation" else ""
             raise ValueError(
-                f"context {context} needs at least {context + 1} tokens and the {split.name} split has "
-                f"{len(self.ids)}; take a smaller context or a larger corpus{or_say}"
+                f"context={context} is not allowed because the {split.name} split has only {len(self.ids)} tokens. Use "
+                f"a context below that, or more text{or_say}."
             )
 
     def __len__(self) -> int:

@@ -169,8 +169,8 @@ class Tokenizer:
         """Raise ValueError for a model with fewer ids than this tokenizer."""
         if self.vocabulary > vocabulary:
             raise ValueError(
-                f"the tokenizer has {self.vocabulary} ids and the model's vocabulary only {vocabulary}: "
-                f"set size.vocabulary to at least {self.vocabulary}, or train a smaller tokenizer"
+                f"size.vocabulary={vocabulary} is not allowed because the tokenizer has {self.vocabulary} ids. Use "
+                f"{self.vocabulary} or more, or a smaller tokenizer."
             )
 
     @cached_property
@@ -213,13 +213,15 @@ class StreamDecoder:
 def require_kind(kind: str | None) -> None:
     """Raise ValueError for a `kind` that is not one of `KINDS`."""
     if kind not in KINDS:
-        raise ValueError(f"unknown tokenizer {kind!r}; the known ones are bpe, bytes and the path of a tokenizer.json")
+        raise ValueError(
+            f"tokenizer={kind} is not allowed because it is unknown. Use bpe, bytes or the path of a tokenizer.json."
+        )
 
 
 def require_vocabulary(kind: str, vocabulary: int) -> None:
     """Raise ValueError if no tokenizer of this kind fits into `vocabulary` ids."""
     if vocabulary < SMALLEST:
         raise ValueError(
-            f"vocabulary {vocabulary} cannot hold a {kind!r} tokenizer, which needs {SMALLEST} ids "
-            f"(256 bytes and the end of text); set size.vocabulary to at least {SMALLEST}"
+            f"size.vocabulary={vocabulary} is not allowed because tokenizer={kind} has 256 bytes and the end of text. "
+            f"Use {SMALLEST} or more."
         )

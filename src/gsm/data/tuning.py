@@ -81,7 +81,7 @@ def divide(whole: Split, tokenizer: Tokenizer, most: int | None = None) -> dict[
     wanted = int(SHARE * whole.tokens) if most is None else min(most, int(SHARE * whole.tokens))
     if wanted < 1:
         raise ValueError(
-            f"data.held_out is tuning, but the training split has {whole.tokens} tokens, too few to hold some out"
+            f"held_out=tuning is not allowed because the training split has only {whole.tokens} tokens. Use more text."
         )
     ids, count = whole.open(), min(RANGES, max(1, wanted // LEAST))
     size = wanted // count

@@ -142,7 +142,10 @@ def checkpoints(path: str) -> list[Path]:
     files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
     files = [file for file in files if _is_last(file)]
     if not files:
-        raise FileNotFoundError(f"no checkpoint at {path}, and no run below it has a checkpoints/last.ckpt")
+        raise FileNotFoundError(
+            f"checkpoint={path} is not allowed because there is no checkpoint, and no run below it has a "
+            "checkpoints/last.ckpt. Use the folder of a run, such as logs/default/gsm/seed0, or nano."
+        )
     return files
 
 
@@ -169,7 +172,9 @@ def writing(place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"{place} cannot be written ({error.strerror}); say output=, a place elsewhere") from error
+        raise ConfigError(
+            f"output={place} is not allowed because it cannot be written ({error.strerror}). Use another place."
+        ) from error
 
 
 def progress(

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 from gsm import paths
 from gsm.config.check import ConfigError
 from gsm.config.load import refusals
+from gsm.errors import within
 from gsm.evaluation import tasks
 from gsm.evaluation.checkpoints import Trained, home
 from gsm.evaluation.measure import Measure, own_json, publish
@@ -65,14 +66,15 @@ class Tasks(Measure):
     batch_size: int = ROWS
 
     def __post_init__(self) -> None:
-        for name, least in (("limit", 0), ("context", 0), ("batch_size", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}, but has to be {least} or more")
+        within(0, limit=self.limit, context=self.context)
+        within(1, batch_size=self.batch_size)
 
     def require(self) -> None:
         """Raise ConfigError where lm-evaluation-harness is not installed."""
         if importlib.util.find_spec("lm_eval") is None:
-            raise ConfigError(f"tasks= needs the extra eval: {paths.install('eval')}")
+            raise ConfigError(
+                f"tasks= is not allowed because lm-evaluation-harness is not installed. Use {paths.install('eval')}."
+            )
 
     @cached_property
     def table(self) -> Published | None:

@@ -16,6 +16,7 @@ from gsm.costs.room import GUESS, Room, available_bytes, out_of_memory
 from gsm.data.reading import utf8
 from gsm.data.tokenizer import Tokenizer
 from gsm.engine import CHUNK, Engine
+from gsm.errors import within
 from gsm.files import read_text
 from gsm.models.base import LanguageModel
 
@@ -98,20 +99,20 @@ def _room(model: LanguageModel, tokens: int) -> Iterator[None]:
         memory = lambda tokens: costs.cache_bytes(tokens, weight.dtype, capacity=tokens).total()  # noqa: E731
         room = Room(memory, CHUNK, batch=1, each=GUESS * model.dim * weight.itemsize)
         refusal = room.refusal(tokens, available_bytes(weight.device), tried=True)
-        raise ConfigError(f"{refusal}; prompt and new tokens are {tokens:,}: shorten them") from error
+        raise ConfigError(f"{refusal}; prompt and new tokens are {tokens:,}. Use shorter ones.") from error
 
 
 def _check(prompt: str, max_new_tokens: int, temperature: float, top_p: float) -> None:
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens is {max_new_tokens}, but has to be 1 or more")
-    if temperature < 0:
-        raise ConfigError(f"temperature is {temperature}, but has to be 0 or more")
+    within(1, max_new_tokens=max_new_tokens)
+    within(0, temperature=temperature)
     if not 0 < top_p <= 1:
-        raise ConfigError(f"top_p is {top_p}, but has to be above 0 and at most 1")
+        raise ConfigError(f"top_p={top_p} is not allowed because it is a share. Use a number above 0, up to 1.")
 
 
 def _read(path: str) -> str:
     try:
         return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"prompt_file {path} cannot be read: {error}") from error
+        raise ConfigError(
+            f"prompt_file={path} is not allowed because it cannot be read: {error}. Use a file of text in UTF-8."
+        ) from error

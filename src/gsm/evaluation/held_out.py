@@ -30,6 +30,7 @@ from gsm.data.base import DataModule, with_defaults
 from gsm.data.loader import Batches
 from gsm.data.module import TextData
 from gsm.data.packing import DOCUMENTS, validation_indices
+from gsm.errors import within
 from gsm.evaluation import paper
 from gsm.evaluation.checkpoints import Trained, home, progress
 from gsm.evaluation.measure import Measure, write
@@ -92,19 +93,16 @@ class HeldOut(Measure):
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
-            raise ConfigError(f"split is '{self.split}', but has to be {' or '.join(SPLITS)}")
-        for name, least in (("context", 2), ("sequences", 1), ("batch_size", 1)):
-            number = getattr(self, name)
-            if number and number < least:
-                raise ConfigError(
-                    f"{name} is {number}, but has to be {least} or more; leave it out for what the run had"
-                )
+            raise ConfigError(f"split={self.split} is not allowed because it is unknown. Use {' or '.join(SPLITS)}.")
+        within(2, context=self.context or None)
+        within(1, sequences=self.sequences or None, batch_size=self.batch_size or None)
         if self.documents:
             read_documents([self.documents])
         if self.outside and (len(self.outside) != 2 or self.outside[0] < 1 or self.outside[1] < 2):
             numbers = ",".join(map(str, self.outside))
             raise ConfigError(
-                f"outside={numbers} is not allowed: use the number of windows and their length, as 16,65536"
+                f"outside={numbers} is not allowed because it has to be two numbers. Use the number of windows and "
+                "their length, such as outside=16,65536."
             )
 
     def of(self, trained: Trained, file: Path) -> dict[str, Any]:
@@ -216,8 +214,7 @@ def measure(
     Raises:
         ValueError: there are no sequences or no targets, or a value is out of range.
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}, but has to be 1 or more")
+    within(1, batch_size=batch_size)
     bytes_V = None if token_bytes_V is None else torch.as_tensor(token_bytes_V, dtype=torch.float64)
     with model.evaluating():
         sums = [_sums(model, batch, bytes_V) for batch in _batches(sequences, batch_size)]
@@ -349,13 +346,14 @@ def open_data(
     options = {"documents": documents, "context": context, "batch_size": batch_size, "validation_sequences": sequences}
     for name, value in options.items():
         if value and name not in node:
-            raise ConfigError(f"{value} was asked for as {name}, which these data do not take ({node['_target_']})")
+            raise ConfigError(f"{name}={value} is not allowed because {node['_target_']} has no {name}. Leave it out.")
         if value or name in node and name in trained_on:
             node[name] = value or trained_on[name]
     if "tokenizer" in node:
         if not saved.get("tokenizer"):
             raise ConfigError(
-                "the checkpoint holds no tokenizer, so its model cannot read text; leave data= and path= out"
+                "data= and path= are not allowed because the checkpoint holds no tokenizer, so its model cannot read "
+                "text. Leave them out."
             )
     with as_in_file():
         made = instantiate_data(node, tokenizer_of(saved, "the checkpoint") if saved.get("tokenizer") else None)
@@ -414,7 +412,7 @@ def _sequences(
         rows = [_with_targets(row) for row in text.validation()]
         return lambda: rows, len(rows), indices
     if not hasattr(text, "train_set"):
-        raise ConfigError("split is 'train', but these sequences are made when they are needed; take split=validation")
+        raise ConfigError("split=train is not allowed because these sequences are synthetic. Use split=validation.")
     indices = validation_indices(len(text.train_set), sequences or text.validation_sequences)
     return lambda: text.train_set.each(indices), len(indices), indices
 
@@ -445,10 +443,13 @@ def _ablated(
 def read_documents(asked: Sequence[str]) -> None:
     """Raise ConfigError for an unknown treatment of documents, for none, or for the same twice."""
     if len({*asked}) < len(asked):
-        raise ConfigError(f"documents is {','.join(asked)}: name each treatment once")
+        raise ConfigError(f"documents={','.join(asked)} is not allowed because a name repeats. Use each name once.")
     for name in asked or ("nothing",):
         if name not in DOCUMENTS:
-            raise ConfigError(f"documents is '{name}', but has to be of {', '.join(DOCUMENTS)} (see gsm.data.packing)")
+            raise ConfigError(
+                f"documents={name} is not allowed because it is unknown. Use {' or '.join(DOCUMENTS)}, "
+                "see gsm.data.packing."
+            )
 
 
 def _title(result: Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ from torch import Tensor
 from gsm import plots
 from gsm.config.check import ConfigError, few, unlike
 from gsm.data.module import TextData
+from gsm.errors import within
 from gsm.evaluation import paper
 from gsm.evaluation.checkpoints import Trained
 from gsm.evaluation.held_out import HeldOut, open_data, read_documents, row_losses
@@ -80,8 +81,7 @@ class Lengths(Measure):
 
     def __post_init__(self) -> None:
         read_documents(self.documents)
-        if self.windows < 1:
-            raise ConfigError(f"windows is {self.windows}, but has to be 1 or more")
+        within(1, windows=self.windows)
 
     def of(self, trained: Trained, file: Path) -> dict[str, Any]:
         """Return the perplexity in every window; ``file`` keeps each window once it is measured."""
@@ -157,8 +157,8 @@ class Lengths(Measure):
             if result["settings"]["text"] != first["settings"]["text"]:
                 changes = few(unlike(first["settings"]["text"], result["settings"]["text"]))
                 raise ConfigError(
-                    f"{result['checkpoint']} has read other windows than {first['checkpoint']}, by {changes}, so that "
-                    "their perplexities do not compare: give runs of one tokenizer, and the same data= or path= to all"
+                    f"checkpoint={result['checkpoint']} is not allowed because its windows differ from those of "
+                    f"{first['checkpoint']} by {changes}. Use runs of one tokenizer, with the same data= or path=."
                 )
         runs = {arm: list(seeds.values()) for arm, seeds in by_arm(results).items()}
         means = {
@@ -213,7 +213,8 @@ class Lengths(Measure):
         data = open_data(trained.saved, self.data, self.path, split=split, context=longest, batch_size=1)
         if not isinstance(data, TextData):
             raise ConfigError(
-                f"{trained.file} was trained on questions, which have no length to vary: use data=stdlib or path="
+                f"checkpoint={trained.file} is not allowed because it was trained on questions, which have no length "
+                "to vary. Use data=stdlib or path=."
             )
         windows = {}
         for documents in self.documents:
@@ -221,10 +222,9 @@ class Lengths(Measure):
             windows[documents] = chosen = data.of_length(longest, count, split)
             if len(chosen) < count:
                 raise ConfigError(
-                    f"{trained.file}: windows is {count} and the longest of the lengths {longest}, but the {split} "
-                    f"split has {data.split(split).tokens:,} tokens, room for {len(chosen)}: "
-                    f"use windows={len(chosen)}, "
-                    "or give more text"
+                    f"windows={count} is not allowed because the {split} split of {trained.file} has only "
+                    f"{data.split(split).tokens:,} tokens, room for {len(chosen)} windows of {longest}. Use "
+                    f"windows={len(chosen)}, or more text."
                 )
         other = {"documents"} | ({"max_tokens"} if split == "validation" else set())
         read = {name: value for name, value in data.fingerprint().items() if name not in other}
@@ -325,14 +325,14 @@ def _name(documents: str, length: int, window: int) -> str:
 
 
 def _check(windows: Sequence[Window], lengths: Sequence[int], scored: int, chunk: int) -> None:
-    if not lengths or list(lengths) != sorted(set(lengths)) or scored < 1 or chunk < 1:
-        raise ValueError(f"lengths {list(lengths)} must ascend, and scored {scored} and chunk {chunk} be at least 1")
-    if lengths[0] < scored:
-        raise ValueError(f"scored {scored} goes beyond the shortest length {lengths[0]}: lengths hold the targets too")
+    if not lengths or list(lengths) != sorted(set(lengths)):
+        raise ValueError(f"lengths={list(lengths)} is not allowed because lengths ascend. Use different ones in order.")
+    within(1, chunk=chunk)
+    within(1, lengths[0], scored=scored)  # lengths hold the targets too
     short = [len(window["tokens"]) for window in windows if len(window["tokens"]) < lengths[-1]]
     if short or not windows:
         raise ValueError(
-            f"windows have {short or 'no'} tokens and the longest length is {lengths[-1]}: give longer ones"
+            f"lengths={list(lengths)} is not allowed because windows have {short or 'no'} tokens. Use longer windows."
         )
 
 

@@ -105,7 +105,7 @@ def own_json(file: Path) -> dict[str, Any]:
     """Return the content of a measure's file. Raises ConfigError where it is gone, or is something else."""
     written = read_json(file)
     if written is None:
-        raise ConfigError(damage(file) or f"{file} is gone: give the command that wrote it again")
+        raise ConfigError(damage(file) or f"{file} is gone. Use the command that wrote it again.")
     return written
 
 

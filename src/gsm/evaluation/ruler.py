@@ -114,7 +114,8 @@ class Ruler(Measure):
         }
         if (self.answers or choices.get("answers")) == BOTH:
             raise ConfigError(
-                f"{trained.file} was trained with answers both: use ruler.answers=direct or ruler.answers=cot"
+                f"ruler.answers is missing, and {trained.file} was trained with both kinds. Use ruler.answers=direct "
+                "or ruler.answers=cot."
             )
         lengths = self.lengths or (
             sorted({*trained_lengths(adapted_data.get("lengths"), context), context})
@@ -123,8 +124,8 @@ class Ruler(Measure):
         )
         if not lengths:
             raise ConfigError(
-                f"the model was trained on {context} tokens and the shortest length of the paper is {LENGTHS[0]}; "
-                "use ruler.lengths=, and ruler.template=short for small models"
+                f"ruler=true is not allowed because the model was trained on {context} tokens and the paper's shortest "
+                f"length is {LENGTHS[0]}. Use ruler.lengths=, and ruler.template=short for small models."
             )
         return replace(self, **choices, lengths=lengths, tasks=self.tasks or adapted_data.get("tasks") or ())
 
