@@ -337,7 +337,9 @@ def test_ranks_that_may_only_be_waiting_are_not_called_lost(gone: list[int], who
 
 
 def test_a_type_that_weights_cannot_travel_in_is_named():
-    with pytest.raises(ValueError, match="trainer.strategy.gathered is 'float8', but has to be null, float32 or bf"):
+    with pytest.raises(
+        ValueError, match="gathered=float8 is not allowed because it is unknown. Use null, float32 or bf"
+    ):
         Sharded(gathered="float8")  # pyright: ignore[reportArgumentType]
 
 

@@ -96,8 +96,8 @@ class Examples:
         answer = [*tokenizer.encode(text), tokenizer.end_of_text]
         if len(answer) > task.new_tokens:
             raise ValueError(
-                f"answers {self.answers!r} take {len(answer)} tokens with their end, and new_tokens keeps "
-                f"{task.new_tokens} free for them; set data.new_tokens to at least {len(answer) + len(answer) // 4}"
+                f"new_tokens={task.new_tokens} is not allowed because answers={self.answers} take {len(answer)} "
+                f"tokens. Use data.new_tokens={len(answer) + len(answer) // 4} or more."
             )
         return np.array(tokenizer.encode(sample.prompt), np.int32), np.array(answer, np.int32)
 
@@ -224,19 +224,23 @@ class RulerData(MadeData):
         check_numbers(self.batch_size, self.validation_sequences, self.seed)
         within(1, examples=self.examples)
         if self.answers not in (*RESPONSES, BOTH):
-            names = ", ".join((*RESPONSES, BOTH))
-            raise ValueError(f"answers {self.answers!r} is unknown; the known ones are {names}")
+            names = " or ".join((*RESPONSES, BOTH))
+            raise ValueError(f"answers={self.answers} is not allowed because it is unknown. Use {names}.")
         if not self.tasks or set(self.tasks) - set(TASKS):
-            raise ValueError(f"tasks {self.tasks} must be some of {', '.join(TASKS)}")
+            raise ValueError(
+                f"tasks={self.tasks} is not allowed because a task is unknown or none is there. Use some of "
+                f"{', '.join(TASKS)}."
+            )
         without = [task for task in self.tasks if not isinstance(TASKS[task], Needles)]
         if without and self.answers != "direct":
             raise ValueError(
-                f"answers {self.answers!r} tell the needle again, and there is none in {', '.join(without)}: set "
-                "data.answers to direct, or leave these out of data.tasks"
+                f"answers={self.answers} is not allowed because {', '.join(without)} have no needle to repeat. Use "
+                "data.answers=direct, or leave them out of data.tasks."
             )
         if max(self.lengths) > self.context:
             raise ValueError(
-                f"lengths {self.lengths} go beyond context {self.context}; take shorter ones, or set data.context"
+                f"lengths={self.lengths} is not allowed because context={self.context}. Use shorter ones, or a longer "
+                "data.context."
             )
 
     @cached_property

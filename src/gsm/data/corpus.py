@@ -359,8 +359,8 @@ class Corpus:
         hashes = sorted({value for value, _ in islice(self._hashed(), LOOKED_AT)})
         if len(hashes) < 2:
             raise ValueError(
-                f"{self._path(self.files['train'][0])} holds fewer than 2 documents that differ, and one has to be "
-                "held out; set data.validation to a file to hold out, or give data.path more text"
+                f"path={self._path(self.files['train'][0])} is not allowed because it holds fewer than 2 different "
+                "documents, and one has to be held out. Use data.validation for a file to hold out, or more text."
             )
         wanted = self.validation_share if hashes[0] < self.validation_share else hashes[1]
         return min(wanted, hashes[-1])
@@ -396,7 +396,8 @@ class Corpus:
                 break
             place += len(text)
         raise ValueError(
-            f"{self._path(name)} has {total} characters, too few to hold some out; give data.path more text"
+            f"path={self._path(name)} is not allowed because it has {total} characters, too few to hold some out. Use "
+            "more text."
         )
 
 

@@ -43,7 +43,7 @@ def read_description(given: str) -> dict[str, Any]:
         path = next((path / name for name in NAMES if (path / name).exists()), path / NAMES[0])
     if not path.exists():
         raise FileNotFoundError(
-            f"tokenizer file {str(path)!r} does not exist; set data.tokenizer to bpe, bytes or a tokenizer.json"
+            f"tokenizer={path} is not allowed because there is no such file. Use bpe, bytes or a tokenizer.json."
         )
     try:
         with open_regular(path) as raw, OPEN.get(path.suffix.lower(), io.BufferedReader)(raw) as file:

@@ -153,7 +153,7 @@ class Haystack:
     def __init__(self, text: str, name: str) -> None:
         self.words, self.name = text.split(), name
         if not self.words:
-            raise ValueError(f"the haystack {name} has no words; give a file or a folder with text")
+            raise ValueError(f"haystack={name} is not allowed because it has no words. Use a file or folder with text.")
         split, self.splitter = sentence_splitter()
         self.sentences: Callable[[int], list[str]] = lru_cache(8)(lambda count: split(self.first(count)))
 
@@ -269,11 +269,15 @@ def open_haystack(source: str = "python", field: str = "text") -> Haystack:
         return Haystack(" ".join(_reference()), "python's language reference")
     path = Path(source)
     if not (path.is_dir() or path.is_file()):
-        raise FileNotFoundError(f"haystack {source} is neither 'python' nor a file or a folder; give one that is there")
+        raise FileNotFoundError(
+            f"haystack={source} is not allowed because there is no such file or folder. Use 'python', or a path."
+        )
     if path.suffix == ".json":
         return Haystack(str(_field(path, field)), path.name)
     if path.is_file() and not is_text(path.name):
-        raise ValueError(f"haystack {source} is no file of text ({', '.join(SUFFIXES)}, .json); convert it")
+        raise ValueError(
+            f"haystack={source} is not allowed because it is no file of text. Use {', '.join(SUFFIXES)} or .json."
+        )
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if is_text(file.name))
     return Haystack(" ".join(piece.text for file in files for piece in read_pieces(file, field)), path.name)
 
@@ -291,14 +295,13 @@ def open_keys(source: str = "builtin", words: int | None = None) -> Keys:
         ModuleNotFoundError: the package is not installed.
         ValueError: a list is missing or empty, or `words` is below 2.
     """
-    if words is not None and words < 2:
-        raise ValueError(f"words {words} is too small; take at least 2 adjectives and 2 nouns")
+    within(2, words=words)
     if source == "builtin":
         return Keys(ADJECTIVES, NOUNS, source, words)
     lists = _package_lists() if source == "wonderwords" else {name: list(_field(Path(source), name)) for name in LISTS}
     for name, entries in lists.items():
         if not entries:
-            raise ValueError(f"the {name} of {source} are empty; give a list of words")
+            raise ValueError(f"keys={source} is not allowed because its {name} are empty. Use a list of words.")
     return Keys(lists["adjectives"], lists["nouns"], source if source == "wonderwords" else Path(source).name, words)
 
 
