@@ -172,9 +172,7 @@ def writing(place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(
-            f"output={place} is not allowed because it cannot be written ({error.strerror}). Use another place."
-        ) from error
+        raise ConfigError(f"{place} cannot be written ({error.strerror}). Use output= for another place.") from error
 
 
 def progress(
