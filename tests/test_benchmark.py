@@ -46,7 +46,7 @@ def row(case="rms_norm 16K", direction="forward", share=0.5, ratio=2.0, extra=No
         "bytes": 1e9,
         "floor_ms": 1.0,
         "ceilings": ROOF._asdict(),
-        "peers": {"compile": {"ms": spread, "ratio": ratio}, "liger": {"absent": "liger_kernel is not installed"}},
+        "peers": {"compile": {"ms": spread, "ratio": ratio}, "flex": {"absent": "a mask is too large"}},
         "ms": spread,
         "host_ms": 0.1,
         "share_of_floor": share,
@@ -70,16 +70,6 @@ def test_all_take_turns_and_each_begins_as_often():
 
 def test_time_that_is_over_ends_the_rounds_but_not_before_a_few():
     assert len(timing.take_turns({"a": lambda: None}, CPU, rounds=100, seconds=0)["a"]) == timing.FEWEST
-
-
-def test_the_floor_is_the_slower_of_products_and_bytes():
-    assert ROOF.floor(1e12, 1e9) == 1000 and ROOF.floor(1e9, 1e11) == 1000
-
-
-def test_ceilings_are_rates(monkeypatch):
-    monkeypatch.undo()
-    found = timing.ceilings(CPU, size=64, copied=1 << 16)
-    assert found.flops > 1e6 and found.bytes > 1e6 and found.dtype == "float32"
 
 
 @pytest.mark.parametrize(
@@ -119,7 +109,7 @@ def test_every_case_is_measured_on_a_cpu(case):
 
 
 @pytest.mark.parametrize("case", TINY[:2], ids=lambda case: case.name)
-@pytest.mark.parametrize("maker", ["dense_mask", "sdpa_dense", "sdpa_gathered"])
+@pytest.mark.parametrize("maker", ["dense_mask", "sdpa_dense"])
 def test_other_ways_to_attend_agree_with_ours(case, maker):
     call = case.make(CPU, torch.float64)
     ours, theirs = getattr(gsm_kernels, case.op)(**call), getattr(peers, maker)(call)(**call)
@@ -172,7 +162,7 @@ def test_the_table_and_the_picture_are_made_from_the_file_alone(tmp_path):
     assert "a GPU, " in text and "commit c0ffee" in text
     measured = "1 (1 to 1) | 50% of 1 ms | 1 TFLOP/s, 1 TB/s |  | compile 2.00 x"
     assert f"| rms_norm 16K | forward | triton | {measured} |" in text
-    assert "| failed: out of memory |" in text and "* liger: liger_kernel is not installed" in text
+    assert "| failed: out of memory |" in text and "* flex: a mask is too large" in text
     pytest.importorskip("matplotlib")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
@@ -211,7 +201,7 @@ def results(path, **facts):
     return Results(path, {**machine.facts(CPU), **facts})
 
 
-def fill(path, wrong=lambda name: None, names="abc", force=False, **facts):
+def fill(path, wrong=lambda name: None, names="abc", **facts):
     """Return the rows that one command measures; `wrong` may raise."""
     measured, file = [], results(path, **facts)
 
@@ -220,9 +210,7 @@ def fill(path, wrong=lambda name: None, names="abc", force=False, **facts):
         wrong(name)
         return {"value": name}
 
-    file.fill(
-        {name: ({}, partial(measure, name)) for name in names}, {"rounds": 1}, force=force, show=lambda path: path
-    )
+    file.fill({name: ({}, partial(measure, name)) for name in names}, {"rounds": 1}, show=lambda path: path)
     return "".join(measured)
 
 
@@ -230,7 +218,6 @@ def test_a_row_is_measured_once_and_again_where_facts_have_changed(tmp_path):
     path = tmp_path / "a.json"
     assert fill(path) == "abc"
     assert fill(path) == "" and fill(path, commit="another") == "", "a commit that changes no source changes no row"
-    assert fill(path, force=True, names="b") == "b"
     assert fill(path, sources="another") == "abc"
 
 
@@ -256,14 +243,3 @@ def test_an_error_of_one_row_is_raised_behind_the_others_and_the_row_comes_last_
     assert list(rows) == ["a", "b", "c"] and rows["b"]["failed"] == "RuntimeError: mat1 and mat2"
     assert "RuntimeError: mat1" in capsys.readouterr().err
     assert fill(tmp_path / "a.json", names="abcd") == "db"
-
-
-def test_a_gpu_that_takes_no_more_work_ends_the_command(tmp_path, monkeypatch):
-    def astray(name):
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: 1 / 0)
-        raise RuntimeError("an illegal memory access")
-
-    with pytest.raises(ZeroDivisionError):
-        fill(tmp_path / "a.json", astray)
-    assert "illegal memory access" in read(tmp_path / "a.json")["rows"]["a"]["failed"]

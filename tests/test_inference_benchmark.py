@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from gsm.cache.memory import Memory
 from gsm.config.load import build_model
 from gsm.costs.model import cost
 from gsm.files import write_json
 from gsm.models.base import LanguageModel
 from gsm.paths import ROOT
-from gsm_benchmarks import clients, data, inference, kernels, models, timing
-from gsm_benchmarks.inference import Case, Protocol, Read, Served, Text, Unpruned, prompts, take_turns
-from gsm_benchmarks.models import Model
+from gsm_benchmarks import clients, inference, kernels, timing
+from gsm_benchmarks.inference import Case, Protocol, Read, Served, Text, prompts, take_turns
 from gsm_benchmarks.results import read
 
 CPU = torch.device("cpu")
@@ -27,7 +25,7 @@ ROOF = timing.Ceilings(1e12, 1e11, "float32")
 PROTOCOL = Protocol("pico", 1, 32, steps=2, warm_up=0, runs=1, seconds=60.0, dtype="float32", text="random")
 QUICK = {"device": "cpu", "size": "pico", "chunk": 32, "steps": 2, "warm_up": 0, "runs": 1, "seconds": 60.0}
 QUICK["text"] = "random"
-SHOWN = {"case": kernels.run, "source": data.run, "work": clients.run, "kind": inference.run}
+SHOWN = {"case": kernels.run, "work": clients.run, "kind": inference.run}
 
 
 @pytest.fixture(autouse=True)
@@ -47,27 +45,27 @@ def served(name: str = "gsm", protocol: Protocol = PROTOCOL) -> Served:
 
 def test_a_request_is_measured_as_it_was_asked_for(tmp_path, capsys):
     output = tmp_path / "a.json"
-    asked = {**QUICK, "models": ["gsm"], "lengths": [40], "synthetic_lengths": [64], "unpruned": ["gsm"]}
+    asked = {**QUICK, "models": ["gsm"], "lengths": [40], "synthetic_lengths": [64]}
     inference.run(**asked, output=str(output))
     rows, model = read(output)["rows"], model_of("gsm")
-    assert list(rows) == ["gsm pico, 40, read", "gsm pico, 40, unpruned", "gsm pico, 64, decode"]
-    whole, unpruned, decode = rows.values()
+    assert list(rows) == ["gsm pico, 40, read", "gsm pico, 64, decode"]
+    whole, decode = rows.values()
     assert whole["prefill"]["tokens_per_second"] == pytest.approx(40e3 / whole["prefill"]["ms"]["median"])
     assert whole["decode"]["tokens_per_second"] == pytest.approx(1e3 / whole["decode"]["ms"]["median"])
     assert 0 < whole["prefill"]["processor_ms"]["median"]
-    assert whole["prefill"]["flops"] == cost(model).prefill_flops(40, 32).total() < unpruned["prefill"]["flops"]
+    assert whole["prefill"]["flops"] == cost(model).prefill_flops(40, 32).total()
     moved = cost(model).decode_bytes(40, torch.float32).total()
     assert whole["decode"]["share_of_floor"] == pytest.approx(
         moved / ROOF.bytes / whole["decode"]["ms"]["median"] * 1e3
     )
     prefill = cost(model).prefill_flops(40, 32).total(), cost(model).prefill_bytes(40, 32, torch.float32).total()
     assert whole["prefill"]["share_of_floor"] == pytest.approx(ROOF.floor(*prefill) / whole["prefill"]["ms"]["median"])
-    assert whole["turn"] == unpruned["turn"] != decode["turn"] and len(whole["decode"]["ms"]["each"]) == 1
+    assert whole["turn"] != decode["turn"] and len(whole["decode"]["ms"]["each"]) == 1
     assert whole["runs"] == {"warm_up": 0, "runs": 1}
     assert whole["cache"]["bytes"] == whole["cache"]["formula"] == model.start(1, capacity=42).nbytes()
     assert (whole["synthetic"], decode["synthetic"], "prefill" in decode) == (False, True, False)
     inference.run(**asked, output=str(output))
-    assert capsys.readouterr().out.count("measured already") == 3
+    assert capsys.readouterr().out.count("measured already") == 2
     assert "| gsm pico, 64, decode |" in output.with_suffix(".md").read_text()
 
 
@@ -80,16 +78,6 @@ def test_a_request_reads_the_prompt_and_every_given_token(monkeypatch):
     assert request.engine.memory.used == 40 + PROTOCOL.steps and len(logits) == 2 * PROTOCOL.steps
     tokens_BT = torch.cat([request.prompt_BT, *(token_B[:, None] for token_B in request.given)], dim=1)
     torch.testing.assert_close(logits[-1], model_of("gsm")(tokens_BT).logits[:, -1], rtol=1e-4, atol=1e-4)
-
-
-def test_an_unpruned_prompt_is_read_again_from_the_same_memory_no_further_than_it_reaches(monkeypatch):
-    request, model = Unpruned(served(), 40), model_of("gsm")
-    made, read_to, start, narrow = [], [], model.start, Memory.narrow
-    monkeypatch.setattr(model, "start", lambda *args, **given: made.append(given) or start(*args, **given))
-    monkeypatch.setattr(Memory, "narrow", lambda self, tokens: read_to.append(tokens) or narrow(self, tokens))
-    for _ in range(2):
-        request.run(timed=True)
-    assert made == [{"capacity": 1}] * 2 and read_to == [32, 40] * 2 and request.memory.used == 40
 
 
 def test_a_text_goes_round_where_it_is_too_short():
@@ -123,19 +111,6 @@ def test_memory_that_runs_out_leaves_a_row_and_the_others(monkeypatch, error):
     assert int(most.replace(",", "")) < 24 and "failed" not in rows[1]
 
 
-def test_weights_are_made_in_the_type_that_was_asked_for(monkeypatch):
-    asked = []
-
-    def build(name, size, overrides, seed):
-        asked.append(torch.get_default_dtype())
-        return build_model(name, size, overrides, seed)
-
-    monkeypatch.setattr(models, "build_model", build)
-    model = inference._served([Model("gsm", "gsm")], replace(PROTOCOL, dtype="bfloat16"), CPU)("gsm").model
-    assert asked == [torch.bfloat16] and {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert torch.get_default_dtype() == torch.float32
-
-
 def test_runs_alternate_and_what_finds_no_room_comes_after(monkeypatch):
     order, held = [], []
     models = {name: served(protocol=replace(PROTOCOL, runs=2)) for name in "abc"}
@@ -162,10 +137,8 @@ def test_runs_alternate_and_what_finds_no_room_comes_after(monkeypatch):
 
 
 def test_decoding_alone_comes_before_reading_at_every_length():
-    plain = inference.plan(["gsm"], [512, 256], [256], unpruned=["gsm"])
-    assert [(case.tokens, case.kind) for case in plain] == [
-        (256, "decode"), (256, "read"), (256, "unpruned"), (512, "read"), (512, "unpruned"),
-    ]  # fmt: skip
+    plain = inference.plan(["gsm"], [512, 256], [256])
+    assert [(case.tokens, case.kind) for case in plain] == [(256, "decode"), (256, "read"), (512, "read")]
 
 
 @pytest.mark.parametrize(
@@ -173,19 +146,12 @@ def test_decoding_alone_comes_before_reading_at_every_length():
     [
         ({"runs": 0}, "'runs': 0.*give 1 or more"),
         ({"lengths": [0]}, r"lengths \[0\].*give 1 or more"),
-        ({"unpruned": ["other"]}, r"unpruned=\['other'\] is not allowed"),
         ({"dtype": "float31"}, "dtype=float31 is not allowed. Use float32, bfloat16"),
     ],
 )
 def test_a_value_out_of_range_is_one_sentence(options, said):
     with pytest.raises(ValueError, match=said):
         inference.run(**{**QUICK, **options})
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_one_sentence():
-    with pytest.raises(ValueError, match="device is 'cuda', but PyTorch sees no GPU here"):
-        inference.run(device="cuda")
 
 
 def request(
@@ -206,15 +172,13 @@ def request(
     return {**facts, **about, **ran, **times, "cache": {"bytes": 1 << 20}, **others}
 
 
-def test_gsm_is_compared_with_the_others_and_with_its_own_unpruned_forward(tmp_path):
+def test_gsm_is_compared_with_the_others(tmp_path):
     rows = [
         request("gsm", 1024, 10, 2),
         request("baseline", 1024, 25, 3, turn="b"),
-        request("gsm", 1024, 30, 0, "unpruned"),
     ]
     text = inference.against(rows)
     assert "| baseline, read (not in turns) | 1K | 2.50 |  | 2.50 | 1.50 |  | 1.50 | 1.000 |" in text
-    assert "| gsm, unpruned | 1K | 3.00 |  | 3.00 |" in text
     write_json(tmp_path / "a.json", {**rows[0], "command": "x", "rows": {str(n): row for n, row in enumerate(rows)}})
     inference.run(results=str(tmp_path / "a.json"))
     assert text in (tmp_path / "a.md").read_text()
@@ -233,5 +197,8 @@ def test_committed_results_are_still_read(file, tmp_path, monkeypatch):
     monkeypatch.setattr(inference, "picture", lambda rows: b"")
     monkeypatch.setattr(kernels, "shares", lambda rows: b"")
     row = next(iter(read(file)["rows"].values()))
-    how = next(how for field, how in SHOWN.items() if field in row)
+    how = next((how for field, how in SHOWN.items() if field in row), None)
+    if how is None:
+        assert file.stem == "cpu-data"  # the rows of a benchmark that was withdrawn
+        return
     assert how(results=str(tmp_path / file.name)).with_suffix(".md").read_text().count("\n| ") > 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -47,24 +46,6 @@ def test_recomputation_reaches_every_model():
             model = job.build()
         stacks = [getattr(model, part, None) for part in ("encoder", "decoder")]
         assert all(stack.recompute for stack in stacks if stack is not None) and stacks[1] is not None
-
-
-def test_what_does_not_fit_is_a_row_that_says_what_to_try(tmp_path, monkeypatch):
-    def broken(*_):
-        raise error
-
-    asked: dict[str, Any] = {**QUICK, "models": ["gsm"], "output": str(tmp_path / "a.json")}
-    monkeypatch.setattr(training, "timed", broken)
-    error: Exception = RuntimeError("DefaultCPUAllocator: can't allocate memory")
-    training.run(**{**asked, "batch_size": 4})
-    training.run(**asked, recompute=True)
-    assert [row["failed"] for row in read(tmp_path / "a.json")["rows"].values()] == [
-        "out of memory with 4 x 24 tokens; try batch_size=2 or recompute=true",
-        "out of memory with 1 x 24 tokens; try context=12",
-    ]
-    error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-    with pytest.raises(RuntimeError, match="mat1"):
-        training.run(**asked)
 
 
 def test_a_step_is_that_of_the_trainer(monkeypatch):

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ from . import machine, models, results
 from .models import Entry, Model
 from .models import read as read_models
 from .results import Asked, Row, quartiles, read, table
-from .timing import WARM_UP, Moment, Run, spread, take_moments, take_turns
+from .timing import WARM_UP, Run, spread, take_turns
 
 WORK = ("step", "prefill", "decode")
 MADE_UP = "decode, made up"  # after a memory that nothing was read into: where reading would take too long
@@ -60,33 +60,6 @@ HEAD = (
     "what", "ours: ms (quartiles)", "theirs: ms (quartiles)", "theirs / ours: of the medians (quartiles of rounds)",
     "by processor time", "kept, GiB: ours, theirs",
 )  # fmt: skip
-
-
-class Contender(Protocol):
-    """A model that is measured; `chosen` are its implementations of operations."""
-
-    model: Any
-    chosen: Any
-
-    def groups(self) -> dict[str, list[nn.Parameter]]:
-        """Parameters by how they are decayed."""
-        ...
-
-    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Return the loss of a step of training."""
-        ...
-
-    def prefill(self, tokens_BT: Tensor, room: int) -> tuple[Tensor, Any]:
-        """Logits of the last position, [B, 1, V], and a memory with room for more tokens."""
-        ...
-
-    def decode(self, token_B1: Tensor, memory: Any) -> tuple[Tensor, Any]:
-        """Logits of one more token, [B, 1, V], and the memory after it."""
-        ...
-
-    def made_up(self, tokens: int, room: int) -> Any:
-        """Return a memory of one sequence in the form that these tokens would leave, with room for more."""
-        ...
 
 
 class Ours:
@@ -105,16 +78,16 @@ class Ours:
         return torch.stack([out.loss, *out.losses.values()]).sum()
 
     def prefill(self, tokens_BT: Tensor, room: int) -> tuple[Tensor, Any]:
-        """Into the memory of an engine, as ``generate.py`` does."""
+        """Logits of the last position, [B, 1, V], and an engine with room for more tokens, as in ``generate.py``."""
         engine = Engine(self.model, batch=len(tokens_BT), capacity=tokens_BT.shape[1] + room)
         return engine.prefill(tokens_BT)[:, None], engine
 
     def decode(self, token_B1: Tensor, memory: Any) -> tuple[Tensor, Any]:
-        """One step of the engine."""
+        """Logits of one more token, [B, 1, V], and the engine after it."""
         return memory.decode(token_B1[:, 0])[:, None], memory
 
     def made_up(self, tokens: int, room: int) -> Any:
-        """Random entries."""
+        """Return an engine with random entries, in the form that these tokens of one sequence would leave."""
         engine = Engine(self.model, capacity=tokens + room)
         generator = torch.Generator(engine.device).manual_seed(0)
         engine.load(synthetic_memory(self.model, tokens, tokens + room, 1, generator))
@@ -210,7 +183,7 @@ class Llama(Theirs):
         super().__init__(library().LlamaForCausalLM(config), {"attention": "sdpa"})
 
     def made_up(self, tokens: int, room: int) -> Any:
-        """Random keys and values."""
+        """Return a cache of random keys and values, in the form that these tokens of one sequence would leave."""
         config = self.model.config
         cache, shape = library().DynamicCache(config=config), (1, config.num_key_value_heads, tokens, config.head_dim)
         generator = torch.Generator(self.model.device).manual_seed(0)
@@ -349,7 +322,7 @@ def run(
     for (size, model), (batch, context, task) in itertools.product(pairs, tasks):
         job = Job(model, client, size, batch, context, task, rounds, seconds)
         rows[job.name], file.given[job.name] = (job.about(), partial(measure, job, where)), model.given
-    return file.fill(rows, {"rounds": rounds, "seconds": seconds}, force=how.force, show=_show)
+    return file.fill(rows, {"rounds": rounds, "seconds": seconds}, show=_show)
 
 
 def measure(job: Job, device: torch.device) -> dict[str, Any]:
@@ -369,7 +342,7 @@ def _measured(job: Job, device: torch.device) -> dict[str, Any]:
     ours = Ours(job.of.build(job.size, device=device))
     with torch.device(device):
         theirs = CLIENTS[job.client](geometry, sum(p.numel() for p in ours.model.parameters()))
-    pair: dict[str, Contender] = {"ours": ours, "theirs": theirs}
+    pair: dict[str, Ours | Theirs] = {"ours": ours, "theirs": theirs}
     parameters = {who: sum(p.numel() for p in side.model.parameters()) for who, side in pair.items()}
     row: dict[str, Any] = {"parameters": parameters, "chosen": {who: side.chosen for who, side in pair.items()}}
     tokens_BT = torch.randint(geometry.vocabulary, (job.batch, job.context + 1), device=device)
@@ -383,7 +356,7 @@ def _measured(job: Job, device: torch.device) -> dict[str, Any]:
     return {**row, **paired(runs, device, job.rounds, job.seconds)}
 
 
-def training_step(contender: Contender, optimizer: AdamW, tokens_BT: Tensor) -> Run:
+def training_step(contender: Ours | Theirs, optimizer: AdamW, tokens_BT: Tensor) -> Run:
     """Return one step of training on tokens, each the target of the token before it. Freed memory stays with the
     process, as in ``train.py``, for both models."""
     keep_freed()
@@ -404,14 +377,11 @@ def paired(runs: Mapping[str, Run], device: torch.device, rounds: int, seconds: 
     processor time. The two take turns; the first round does not count."""
     for run in runs.values():
         run()
-    if device.type != "cpu":
-        return _compared(take_turns(runs, device, rounds, seconds), "")
-    moments = take_moments(runs, rounds, seconds)
-    walls, processors = (
-        {who: [moment[clock] for moment in laps] for who, laps in moments.items()}
-        for clock in range(len(Moment._fields))
-    )
-    return _compared(walls, "") | _compared(processors, "processor_")
+    laps = take_turns(runs, device, rounds, seconds)
+    compared = _compared({who: [lap.wall for lap in laps[who]] for who in runs}, "")
+    if device.type == "cpu":
+        compared |= _compared({who: [lap.processor for lap in laps[who]] for who in runs}, "processor_")
+    return compared
 
 
 def _compared(times: Mapping[str, Sequence[float]], clock: str) -> dict[str, Any]:
@@ -420,7 +390,7 @@ def _compared(times: Mapping[str, Sequence[float]], clock: str) -> dict[str, Any
     return {**spreads, f"{clock}ratio": spread(ratios)._asdict()}
 
 
-def kept_bytes(contender: Contender, tokens_BT: Tensor) -> int:
+def kept_bytes(contender: Ours | Theirs, tokens_BT: Tensor) -> int:
     """Return the bytes that the forward pass of a step keeps for the backward pass, without parameters."""
     contender.model.train()
     return machine.saved_bytes(
@@ -428,19 +398,19 @@ def kept_bytes(contender: Contender, tokens_BT: Tensor) -> int:
     )
 
 
-def _prefill(contender: Contender, tokens_BT: Tensor, rounds: int) -> Run:
+def _prefill(contender: Ours | Theirs, tokens_BT: Tensor, rounds: int) -> Run:
     contender.model.eval()
     return lambda: contender.prefill(tokens_BT, DECODED)
 
 
-def _decode(contender: Contender, tokens_BT: Tensor, rounds: int) -> Run:
+def _decode(contender: Ours | Theirs, tokens_BT: Tensor, rounds: int) -> Run:
     """Decodes on and on from the end of a prompt, so that all laps have nearly its length."""
     contender.model.eval()
     _, memory = contender.prefill(tokens_BT, _room(rounds))
     return _laps(contender, tokens_BT, memory)
 
 
-def _decode_made_up(contender: Contender, tokens_BT: Tensor, rounds: int) -> Run:
+def _decode_made_up(contender: Ours | Theirs, tokens_BT: Tensor, rounds: int) -> Run:
     """The same after a memory that nothing was read into."""
     contender.model.eval()
     return _laps(contender, tokens_BT, contender.made_up(tokens_BT.shape[1], _room(rounds)))
@@ -451,7 +421,7 @@ def _room(rounds: int) -> int:
     return (1 + WARM_UP + rounds) * DECODED
 
 
-def _laps(contender: Contender, tokens_BT: Tensor, memory: Any) -> Run:
+def _laps(contender: Ours | Theirs, tokens_BT: Tensor, memory: Any) -> Run:
     def lap() -> None:
         nonlocal memory
         for _ in range(DECODED):

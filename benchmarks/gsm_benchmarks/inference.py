@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from gsm.cache.synthetic import synthetic_memory
-from gsm.costs.model import Parts, cost
+from gsm.costs.model import cost
 from gsm.costs.room import GUESS, Room, available_bytes
 from gsm.data.module import TextData
 from gsm.engine import Engine
@@ -80,8 +80,7 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Case:
-    """A measurement: ``read``, a whole request; ``unpruned``, a prompt in which every layer computes every row;
-    ``decode``, tokens alone, after a synthetic memory."""
+    """A measurement: ``read``, a whole request; ``decode``, tokens alone, after a synthetic memory."""
 
     model: str
     tokens: int
@@ -98,7 +97,6 @@ def run(
     size: str | None = None,
     lengths: Sequence[int] | None = None,
     synthetic_lengths: Sequence[int] | None = None,
-    unpruned: Sequence[str] = (),
     batch_size: int = 1,
     chunk: int = 4096,
     steps: int = 64,
@@ -129,21 +127,18 @@ def run(
     where = machine.chosen(how.device)
     chosen = read_models(models)
     names = [model.name for model in chosen]
-    if not set(unpruned) <= set(names):
-        raise ValueError(f"unpruned={list(unpruned)} is not allowed, because models are {names}. Use names of models")
     size, dtype = one_size(chosen, size, SIZES[where.type]), dtype or DTYPES[where.type]
     protocol = Protocol(size, batch_size, chunk, steps, warm_up, runs, seconds, dtype, text)
     cases = plan(
         names,
         LENGTHS[where.type] if lengths is None else lengths,
         SYNTHETIC[where.type] if synthetic_lengths is None else synthetic_lengths,
-        unpruned,
     )
     file, served = how.open("inference", where), _served(chosen, protocol, where)
     by_row = {case.name(protocol): case for case in cases}
     file.given = {name: model.given for name, case in by_row.items() for model in chosen if model.name == case.model}
     with file.showing(show):
-        left = [by_row[name] for name in file.left(by_row, asdict(protocol), how.force)]
+        left = [by_row[name] for name in file.left(by_row, asdict(protocol))]
         for _, group in groupby(left, key=lambda case: (case.tokens, case.kind == "decode")):
             _measure([*group], file, served, protocol)
     return file.path
@@ -159,9 +154,7 @@ def _measure(cases: Sequence[Case], file: results.Results, served: Callable[[str
             file.add(name, {**rows[name], **row, "kernels": explain()})
 
 
-def plan(
-    models: Sequence[str], lengths: Sequence[int], synthetic_lengths: Sequence[int], unpruned: Sequence[str] = ()
-) -> list[Case]:
+def plan(models: Sequence[str], lengths: Sequence[int], synthetic_lengths: Sequence[int]) -> list[Case]:
     """Return all cases, length by length; of a length those first that take seconds. Arguments as of ``run``."""
     cases = []
     for tokens in sorted({*lengths, *synthetic_lengths}):
@@ -169,7 +162,6 @@ def plan(
             cases += [Case(model, tokens, "decode") for model in models]
         if tokens in lengths:
             cases += [Case(model, tokens, "read") for model in models]
-            cases += [Case(model, tokens, "unpruned") for model in unpruned]
     return cases
 
 
@@ -325,45 +317,6 @@ class Request(ABC):
         processor_ms = processor if self.served.device.type == "cpu" else None
         return wall["median"] / 1e3, {"ms": wall, "processor_ms": processor_ms}
 
-    def prefilled(self, parts: Parts) -> dict[str, Any]:
-        """Return times, FLOPs and rates of prompts that take these FLOPs each. They move at least the bytes of a pruned
-        prefill; both together give the floor."""
-        served, (seconds, times) = self.served, self.spreads("prefill")
-        protocol, flops = served.protocol, served.protocol.batch * parts.total()
-        moved = served.cost.prefill_bytes(self.tokens, protocol.chunk, served.dtype, protocol.batch).total()
-        return {
-            **times,
-            "tokens_per_second": self.prompt_BT.numel() / seconds,
-            "flops": flops,
-            "bytes": moved,
-            "share_of_product": flops / seconds / served.roof.flops,
-            "share_of_floor": served.roof.floor(flops, moved) / 1e3 / seconds,
-        }
-
-
-class Unpruned(Request):
-    """Read a prompt so that every layer computes every row, in the same chunks. Apart from the rows, the work is that
-    of ``LanguageModel.prefill``."""
-
-    def prepare(self) -> None:
-        """Make the memory."""
-        self.memory = self.served.model.start(self.served.protocol.batch, self.tokens)
-
-    def lap(self) -> dict[str, Moment]:
-        """Read one prompt into an empty memory."""
-        model, memory, out, start = self.served.model, self.memory, None, now(self.served.device)
-        memory.rewind(model.start(self.served.protocol.batch, capacity=1))
-        for part_BT in self.prompt_BT.split(self.served.protocol.chunk, dim=1):
-            out = model(part_BT, memory=memory.narrow(memory.used + part_BT.shape[1]))
-        assert out is not None  # a prompt has a token
-        out.head(out.hidden_BRD[:, -1:])
-        return {"prefill": now(self.served.device).since(start)}
-
-    def measured(self) -> dict[str, Any]:
-        """Return the prefill."""
-        every, last = (self.served.cost.forward_flops(self.tokens, rows=rows) for rows in (self.tokens, 1))
-        return {"prefill": self.prefilled(Parts(every | {"head": last["head"]}))}
-
 
 class Decode(Request):
     """Tokens alone, after a memory of random numbers that has the form of one into which a prompt was read."""
@@ -427,12 +380,24 @@ class Read(Decode):
         return {"prefill": now(self.served.device).since(start), **self.decode()}
 
     def measured(self) -> dict[str, Any]:
-        """Return the prefill, and the part of decoding."""
-        parts = self.served.cost.prefill_flops(self.tokens, self.served.protocol.chunk)
-        return {"prefill": self.prefilled(parts), **super().measured()}
+        """Return times, FLOPs and rates of the prompts, and the part of decoding. Both FLOPs and bytes give the
+        floor."""
+        served, (seconds, times) = self.served, self.spreads("prefill")
+        chunk, batch = served.protocol.chunk, served.protocol.batch
+        flops = batch * served.cost.prefill_flops(self.tokens, chunk).total()
+        moved = served.cost.prefill_bytes(self.tokens, chunk, served.dtype, batch).total()
+        prefill = {
+            **times,
+            "tokens_per_second": self.prompt_BT.numel() / seconds,
+            "flops": flops,
+            "bytes": moved,
+            "share_of_product": flops / seconds / served.roof.flops,
+            "share_of_floor": served.roof.floor(flops, moved) / 1e3 / seconds,
+        }
+        return {"prefill": prefill, **super().measured()}
 
 
-KINDS: dict[str, type[Request]] = {"read": Read, "unpruned": Unpruned, "decode": Decode}
+KINDS: dict[str, type[Request]] = {"read": Read, "decode": Decode}
 
 
 def take_turns(cases: Sequence[Case], served: Callable[[str], Served]) -> Iterator[tuple[Case, dict[str, Any]]]:
@@ -497,14 +462,11 @@ def show(path: Path) -> Path:
     content = read(path, "kind")
     tables = groups([{**row, "name": name} for name, row in content["rows"].items()])
     sections = [section for rows in tables for section in _sections(rows)]
-    results.publish(path, results.measured_on(content), *sections)
+    pictures = {}
     for number, rows in enumerate(tables):
         name = f"-{rows[0]['protocol']['size']}-{number + 1}" if len(tables) > 1 else ""
-        try:
-            path.with_name(f"{path.stem}{name}.png").write_bytes(picture(rows))
-        except (ImportError, ValueError) as error:  # matplotlib is missing, or nothing was measured
-            print(error)
-    return path
+        pictures[name] = partial(picture, rows)
+    return results.publish(path, results.measured_on(content), *sections, pictures=pictures)
 
 
 def groups(rows: Sequence[Row]) -> list[list[Row]]:
@@ -559,14 +521,13 @@ def _ms(times: Mapping[str, float]) -> str:
 
 
 def against(rows: Sequence[Row]) -> str:
-    """Return a table: how many times as fast GSM is as every other model at every length, and as its own forward
-    without pruning, beside the ratio of FLOPs or bytes. Where there is no GSM, the first model takes its place."""
+    """Return a table: how many times as fast GSM is as every other model at every length, beside the ratio of FLOPs or
+    bytes. Where there is no GSM, the first model takes its place."""
     names = [row["model"] for row in rows]
     leader = "gsm" if "gsm" in names else names[0]
     cells = []
     for row in rows:
-        kind = "read" if row["kind"] == "unpruned" else row["kind"]
-        ours = find(rows, leader, row["tokens"], kind)
+        ours = find(rows, leader, row["tokens"], row["kind"])
         if ours is None or ours is row or row.get("failed"):
             continue
         apart = "" if ours["turn"] == row["turn"] else " (not in turns)"

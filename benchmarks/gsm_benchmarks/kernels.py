@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ HEAD = ("operation", "direction", "ran", "ms (quartiles)", "of the floor", "rate
 def run(
     only: str = "",
     peers: bool = True,
-    without: Sequence[str] = (),
     seconds: float = 10.0,
     rounds: int = 30,
     cases: Sequence[Case] | None = None,
@@ -61,10 +60,10 @@ def run(
     for case in wanted:
         for direction in case.work:
             about = {"case": case.name, "direction": direction}
-            measured = partial(measure, case, direction, where, roof, without if peers else None, rounds, seconds)
+            measured = partial(measure, case, direction, where, roof, peers, rounds, seconds)
             rows[f"{case.name}, {direction}"] = about, measured
-    protocol = {"peers": peers, "without": list(without), "rounds": rounds, "seconds": seconds}
-    return how.open("kernels", where).fill(rows, protocol, force=how.force, show=show)
+    protocol = {"peers": peers, "rounds": rounds, "seconds": seconds}
+    return how.open("kernels", where).fill(rows, protocol, show=show)
 
 
 def measure(
@@ -72,11 +71,11 @@ def measure(
     direction: str,
     device: torch.device,
     roof: Callable[[], timing.Ceilings],
-    without: Iterable[str] | None = (),
+    with_peers: bool = True,
     rounds: int = 30,
     seconds: float = 10.0,
 ) -> dict[str, Any]:
-    """Return the row of one case in one direction, as plain containers; `without` None: without any peer."""
+    """Return the row of one case in one direction, as plain containers."""
     gc.collect()  # the memory of the row before
     torch.manual_seed(0)
     torch.compiler.reset()  # it compiles a function a few times only
@@ -88,9 +87,9 @@ def measure(
     chosen = heard[0][1]
     runs: dict[str, Callable[[], Call]] = {OURS: ours}
     absent: dict[str, str] = {}
-    makers = {} if without is None else peers.peers_of(case.op, call)
+    makers = peers.peers_of(case.op, call) if with_peers else {}
     for name, maker in makers.items():
-        if name in (without or ()) or (name == "eager" and chosen == "reference"):
+        if name == "eager" and chosen == "reference":
             continue
         try:
             runs[name] = _peer(name, maker, call, direction, expected)
@@ -140,7 +139,7 @@ def show(path: Path) -> Path:
         _measured_on(content, measured),
         table(HEAD, map(_cells, rows)),
         left_out,
-        picture=lambda: shares(measured),
+        pictures={"": lambda: shares(measured)},
     )
 
 

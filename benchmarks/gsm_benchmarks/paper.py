@@ -76,7 +76,7 @@ def run(
     lengths = [n for n in INFERENCE["lengths"] if n <= longest] if lengths is None else list(lengths)
     path = Path(how.output) if how.output else usual_path(machine.facts(where), "paper")
     trained, served = (path.with_name(f"{path.stem}-{name}.json") for name in ("training", "inference"))
-    common: dict[str, Any] = {"models": models, "size": size, "device": how.device, "force": how.force}
+    common: dict[str, Any] = {"models": models, "size": size, "device": how.device}
     settings = {**TRAINING["how"], "recompute": recompute}
     training.run(**common, **settings, output=str(trained))
     prompts = {"lengths": lengths, "synthetic_lengths": [], "text": text, "seconds": seconds}

@@ -1,18 +1,16 @@
-"""Other implementations of an operation: plain PyTorch, compiled, and other people's kernels where installed.
+"""Plain PyTorch, compiled, beside an operation, and PyTorch's own attention.
 
 A peer is a function with the arguments and the results of the operation. A peer that cannot take part raises `Absent`
 with the reason, when it is made or when it first runs. Results are compared before times are.
 
-The peers of `attend` and `attend_band` (dense masks, gathered entries, FlexAttention, fused kernels) get the rotations
+The peers of `attend` and `attend_band` (a dense mask, fused attention under a mask, FlexAttention) get the rotations
 and the sink as well. On a GPU their own arithmetic around the kernel is compiled. G columns: the window's stream, then
 the bank.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +19,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex_attention_module
 
 import gsm_kernels
-from gsm_kernels.device import absent
 from gsm_kernels.dispatch import Op, using
 from gsm_kernels.rope import rotate
-from gsm_kernels.rows import slices
 
 from .workloads import Call
 
@@ -32,10 +28,8 @@ Peer = Callable[..., Any]
 Maker = Callable[[Call], Peer]
 
 IN_CHUNKS, FEW_ROWS = ("attend", "attend_band", "index_top_k", "indexer_kl"), 16384
-LIGER = "liger_kernel.transformers.functional"
 MOST_PAIRS = 1 << 29  # pairs of rows and columns in a mask that is a tensor
 ROWS = 512  # rows of a chunk under a dense mask
-GATHERED_ROWS = 8192  # rows of a chunk of gathered entries: 65 KB a row, and a grid holds 65,535 sequences
 BLOCK = 128  # FlexAttention's
 NO_SINK = "no sink"  # part of the name of a peer with a result that may differ
 
@@ -54,10 +48,11 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def peers_of(op: str, call: Call) -> dict[str, Maker]:
     """Return the peers of an operation on the device of a call. Masks and tables are made beforehand."""
-    on_gpu = next(x for x in call.values() if isinstance(x, Tensor)).is_cuda
-    if not on_gpu:
-        return dict(ON_A_CPU) if op in ("attend", "attend_band") else {}
-    return {"eager": lambda call: eager(op), "compile": lambda call: compile_op(op, call), **_OTHERS.get(op, {})}
+    attention = op in ("attend", "attend_band")
+    if not next(x for x in call.values() if isinstance(x, Tensor)).is_cuda:
+        return dict(ON_A_CPU) if attention else {}
+    plain = {"eager": lambda call: eager(op), "compile": lambda call: compile_op(op, call)}
+    return plain | ON_A_GPU if attention else plain
 
 
 def eager(op: str) -> Peer:
@@ -97,40 +92,6 @@ def plain_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
 def plain_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor) -> Tensor:
     """With all logits in memory."""
     return F.cross_entropy(F.linear(hidden_ND, weight_VD).float(), target_N)
-
-
-def liger_mhc_boundary(call: Call) -> Peer:
-    """Liger's three functions: coefficients, streams past a site, and the mixture that the next site reads. Its matrix
-    of a projection is the transpose of ours; as we do, it is rounded to the streams' dtype."""
-    names = ("liger_mhc_coeffs", "liger_mhc_post_res", "liger_mhc_pre")
-    coefficients, past, read = (_function("liger_kernel", LIGER, name) for name in names)
-
-    def run(
-        streams_BRXD: Tensor, update_BRD: Tensor, phi: Tensor, bias: Tensor, scale: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        dtype = streams_BRXD.dtype
-        turned, alphas = phi.T.to(dtype, memory_format=torch.contiguous_format), scale.unbind()
-        options = {"allow_fp32": dtype == torch.float32, "rms_eps": 1e-6, "pre_eps": 1e-6, "sinkhorn_eps": 1e-6}
-        reading, writing, mixing = coefficients(streams_BRXD, turned, bias, *alphas, tmax=20, post_mult=2.0, **options)
-        left = past(streams_BRXD, update_BRD, writing, mixing.mT.contiguous())
-        return left, read(left, reading)
-
-    return run
-
-
-def of(package: str, module: str, name: str, call: Callable[..., Any]) -> Maker:
-    """A peer made of a function of another package: ``call(function, **arguments)``."""
-    return lambda _: partial(call, _function(package, module, name))
-
-
-def _function(package: str, module: str, name: str) -> Callable[..., Any]:
-    reason = absent(package, module)
-    if reason is not None:
-        raise Absent(reason)
-    function = getattr(importlib.import_module(module), name, None)
-    if function is None:
-        raise Absent(f"this version of {package} has no {module}.{name}")
-    return function
 
 
 def rotated(attend: Peer, turn: Callable[..., Tensor]) -> Peer:
@@ -176,29 +137,6 @@ def sdpa_dense(call: Call) -> Peer:
     return compiled(rotated(attend, rotate))
 
 
-def sdpa_gathered(call: Call) -> Peer:
-    """Gather the entries of every row. A row becomes a sequence of its own, and its heads become the queries."""
-
-    def attend_chunk(query_NHC: Tensor, keys_GC: Tensor, place_NS: Tensor, seen_NS: Tensor, sink_H: Tensor) -> Tensor:
-        query, key, value = with_sink(query_NHC[:, None], keys_GC[place_NS], sink_H)
-        mask, scale = F.pad(seen_NS, (0, 1), value=True)[:, None, None], query_NHC.shape[-1] ** -0.5
-        out = F.scaled_dot_product_attention(query, key[:, None], value[:, None], attn_mask=mask, scale=scale)
-        return out[:, 0, :, : query_NHC.shape[-1]]
-
-    chunk = compiled(attend_chunk)  # a compiled loop would be one graph of all chunks
-
-    def attend(query_BRHC: Tensor, keys_BGC: Tensor, sink_H: Tensor) -> Tensor:
-        place_BRS, seen_BRS = places(call)
-        batch = torch.arange(keys_BGC.shape[0], device=keys_BGC.device)[:, None, None] * keys_BGC.shape[1]
-        place_NS, seen_NS = (place_BRS + batch).flatten(0, 1), seen_BRS.flatten(0, 1)
-        query_NHC, keys_GC = query_BRHC.flatten(0, 1), keys_BGC.flatten(0, 1)
-        ranges = slices(place_NS.shape[0], GATHERED_ROWS)
-        out = torch.cat([chunk(query_NHC[rows], keys_GC, place_NS[rows], seen_NS[rows], sink_H) for rows in ranges])
-        return out.view(query_BRHC.shape)
-
-    return rotated(attend, compiled(rotate))
-
-
 def flex(call: Call) -> Peer:
     """FlexAttention under a block mask, heads expanded; its sum of exponentials brings in the sink. On a CPU it does
     not give that away, so there it is spared the sink, and its result differs by as much; and there PyTorch 2.11 wants
@@ -223,36 +161,6 @@ def flex(call: Call) -> Peer:
 
     # Rotation is compiled apart: FlexAttention's own compiler does not take it in.
     return rotated(attend, compiled(rotate) if gpu else rotate)
-
-
-# Other people's attention to a band; `fla` and `flash-attn 4` have windows, sinks and shared heads of their own.
-
-
-def fla_local(call: Call) -> Peer:
-    """flash-linear-attention's plain attention."""
-    attention, width = _function("fla", "fla.ops.attn.parallel", "parallel_attn"), call["width"]
-
-    def attend(query_BRHC: Tensor, keys_BEC: Tensor, sink_H: Tensor) -> Tensor:
-        key = keys_BEC[:, :, None]
-        return attention(query_BRHC, key, key, window_size=width, sink_bias=sink_H)
-
-    return rotated(attend, compiled(rotate))
-
-
-def flash_local(call: Call) -> Peer:
-    """FlashAttention 4."""
-    attention, width = _function("flash_attn", "flash_attn.cute", "flash_attn_func"), call["width"]
-
-    def attend(query_BRHC: Tensor, keys_BEC: Tensor, sink_H: Tensor) -> Tensor:
-        key, options = keys_BEC[:, :, None], {"causal": True, "window_size": (width - 1, 0)}
-        return _first(attention(query_BRHC, key, key, **options, learnable_sink=sink_H.to(query_BRHC.dtype)))
-
-    return rotated(attend, compiled(rotate))
-
-
-def _first(result: Any) -> Tensor:
-    """The output of a function that may return others behind it."""
-    return result if isinstance(result, Tensor) else result[0]
 
 
 def columns(call: Call) -> Tensor:
@@ -325,34 +233,9 @@ def block_mask(call: Call) -> Any:
 
 
 ON_A_CPU = {"dense mask": dense_mask, f"flex, {NO_SINK}": flex}
-ON_A_GPU = {"sdpa, dense mask": sdpa_dense, "sdpa, gathered": sdpa_gathered, "flex": flex}
-BAND = {"fla": fla_local, "flash-attn 4": flash_local}
+ON_A_GPU = {"sdpa, dense mask": sdpa_dense, "flex": flex}
 _PLAIN: Mapping[str, Callable[..., Any]] = {
     "rms_norm": plain_rms_norm,
     "swiglu": plain_swiglu,
     "linear_cross_entropy": plain_cross_entropy,
 }
-_OTHERS: Mapping[str, Mapping[str, Maker]] = {
-    "attend": ON_A_GPU,
-    "attend_band": {**ON_A_GPU, **BAND},
-    "mhc_boundary": {"liger": liger_mhc_boundary},
-    "rms_norm": {
-        "liger": of(
-            "liger_kernel", LIGER, "liger_rms_norm", lambda norm, x, weight: norm(x, weight.to(x.dtype), 1e-6)
-        ),
-    },
-    # It clamps nothing; random numbers of this size do not reach the limit. Its backward writes the gradients over its
-    # inputs, so it gets copies of its own where there will be one; they are made before it.
-    "swiglu": {
-        "liger": of(
-            "liger_kernel", LIGER, "liger_swiglu",
-            lambda swiglu, gate, up, limit: swiglu(*(x.clone() if torch.is_grad_enabled() else x for x in (gate, up))),
-        ),
-    },
-    "linear_cross_entropy": {
-        "liger": of(
-            "liger_kernel", LIGER, "liger_fused_linear_cross_entropy",
-            lambda loss, hidden_ND, weight_VD, target_N: _first(loss(hidden_ND, weight_VD, target_N)),
-        ),
-    },
-}  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -56,17 +55,6 @@ def panels(
     return plots.png(figure)
 
 
-def _steps(low: float, high: float) -> tuple[float, ...]:
-    """Where a decade has ticks: as few as make three between low and high."""
-    even = (tuple(n * step for n in range(round(1 / step), round(10 / step))) for step in (0.5, 0.2, 0.1, 0.05))
-    choices = ((1.0,), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0), *even)
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    return next(
-        (steps for steps in choices if sum(low <= step * 10**ten <= high for ten in decades for step in steps) > 2),
-        choices[-1],
-    )
-
-
 def _scale(axes: Axes, ticks: list[int]) -> None:
     """Logarithms on both axes; a few of the lengths as ticks."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
@@ -75,6 +63,6 @@ def _scale(axes: Axes, ticks: list[int]) -> None:
     axes.xaxis.set_major_locator(FixedLocator(ticks[:: -(-len(ticks) // 5)]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: short(round(tokens))))
-    axes.yaxis.set_major_locator(LogLocator(subs=_steps(*axes.get_ylim()), numticks=12))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())

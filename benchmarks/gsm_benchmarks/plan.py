@@ -1,27 +1,20 @@
-"""The page docs/plan.md: the cost of a token at any length, and memory and time of large training runs.
+"""The page docs/plan.md: the cost of a token at any length, and the memory of large training runs.
 
 Everything is computed, nothing is measured: FLOPs, bytes and caches by ``gsm.costs.model``, traffic by
-``gsm.costs.traffic``, activations by ``kept``, and the rest from the number P of parameters and the assumptions about
-the hardware (``Assumed``). With G GPUs, n of them in a node, b bytes:
+``gsm.costs.traffic``, activations by ``kept``, and the rest from the number P of parameters. With G GPUs:
 
     weights, gradients, AdamW   4 P + 4 P + 8 P in float32: on every GPU (DDP), or a G-th of it (FSDP2)
     buckets                     4 P: DDP's copy of the gradients
     weights at work             2 P, autocast's copies in bfloat16, until the end of the forward pass; none with FSDP2
                                 that gathers bfloat16. FSDP2: g of the embedding and of two layers, g + 4 of a gradient
-    one pass over the links     (n - 1) / n  b / NVLink  +  (1 - n / G)  b / n / network
-    DDP, a step                 two passes over 4 P (reduce-scatter and all-gather)
-    FSDP2, a micro-batch        two passes over g P (weights), one over 4 P (gradients)
-    time of a step              FLOPs / (peak MFU), and the communication that is not hidden behind it
 
 g is the bytes of a gathered weight: 4, or 2 with ``trainer.strategy.gathered=bfloat16``. A sequence that S GPUs divide
-has an S-th of the activations on each, and gathered banks: slots of the whole sequence, twice, in bfloat16. Experts
-that N GPUs divide are gathered by the others alone, and rows travel: K D numbers for a token and layer, there and back.
+has an S-th of the activations on each, and gathered banks: slots of the whole sequence, twice, in bfloat16.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,7 +30,6 @@ from gsm.cache.memory import map_nodes
 from gsm.cache.store import Column
 from gsm.costs import traffic
 from gsm.costs.model import Cost
-from gsm.layers.experts import Experts, MixtureOfExperts, ways_to_divide
 from gsm.models.base import LanguageModel
 from gsm.models.geometry import Geometry
 from gsm.models.stack import Stack
@@ -52,7 +44,6 @@ from .results import FOLDER, short, table
 
 GIB = 2**30
 GSM = Model("gsm", "gsm")
-PASSES = 3  # forward, recomputed, backward: of traffic between ranks
 # Ways to divide the states of training, the simplest first: kind, and bytes of a gathered weight.
 WAYS = {"DDP": ("ddp", 4), "`trainer=fsdp`": ("fsdp2", 4), "bfloat16 gathered": ("fsdp2", 2)}
 COMPARED: dict[str, Callable[[Cost, int], int]] = {
@@ -62,26 +53,8 @@ COMPARED: dict[str, Callable[[Cost, int], int]] = {
     "cache": lambda model, tokens: model.cache_bytes(tokens).total(),
 }
 TOKEN = ("model", "tokens", "prefill, GFLOP a token", "decode, GFLOP", "decode, GB moved", "cache, MiB")
-RUN = (
-    "size, tokens",
-    "GPUs",
-    "sequences on each",
-    *(f"{way}, GiB (recomputed)" for way in WAYS),
-    "hours",
-    "at the paper's MFU",
-)
-LONG = (
-    "size",
-    "tokens",
-    "GPUs",
-    "a sequence on",
-    "experts on",
-    "GiB",
-    "arithmetic, s",
-    "weights, s",
-    "sequences, s",
-    "experts, s",
-)
+RUN = ("size", "GPUs", "sequences on each", *(f"{way}, GiB (recomputed)" for way in WAYS))
+LONG = ("size", "tokens", "GPUs", "a sequence on", "GiB")
 
 
 @dataclass(frozen=True)
@@ -89,49 +62,23 @@ class Assumed:
     """The assumptions; the yaml names their sources.
 
     Attributes:
-        peak: FLOP/s of a GPU.
-        mfu: share of it that a step reaches, recomputed FLOPs counted.
         hbm, reserve: GiB of a GPU, and GiB of these that training cannot use.
-        nvlink, network: bytes/s of a GPU to its node and to others, in each direction.
-        reached: share of both that collectives reach.
-        hidden: share of communication that runs beside arithmetic.
         backward: gradients that live beside the activations of the layer at work, as a share of these.
         sequences, context: of a step, and tokens of each.
         micro_batch: sequences that a GPU takes at a time, at most.
-        per_node: GPUs of a node.
     """
 
-    peak: float
-    mfu: float
     hbm: float
     reserve: float
-    nvlink: float
-    network: float
-    reached: float
-    hidden: float
     backward: float
     sequences: int
     context: int
     micro_batch: int
-    per_node: int
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            share, zero = name in ("mfu", "reached", "hidden"), name in ("hidden", "backward", "reserve")
-            if value < 0 or (share and value > 1) or (value == 0 and not zero):
-                raise ValueError(f"assumed.{name}={value} is not allowed. Use {'a share' if share else 'more than 0'}")
-
-    def one_pass(self, moved: float, gpus: int, near: int | None = None) -> float:
-        """Return the seconds in which these bytes are gathered, or reduced, over all GPUs: within nodes, then between
-        them, each GPU of a node with its share. A node holds ``near`` of the GPUs (None: a full node)."""
-        near = min(gpus, self.per_node if near is None else near)
-        within, between = (near - 1) / near * moved, (1 - near / gpus) * moved / near
-        return (within / self.nvlink + between / self.network) / self.reached
-
-    def exchange(self, moved: float, ranks: int) -> float:
-        """Return the seconds in which a GPU sends these bytes to its neighbours: to ranks of its own node by NVLink."""
-        outside = max(0, ranks - self.per_node) / max(1, ranks - 1)
-        return moved * ((1 - outside) / self.nvlink + outside / self.network) / self.reached
+            if value < 0 or (value == 0 and name not in ("backward", "reserve")):
+                raise ValueError(f"assumed.{name}={value} is not allowed. Use more than 0")
 
 
 @dataclass(frozen=True)
@@ -142,7 +89,6 @@ class Setting:
         sharding: ``ddp`` or ``fsdp2``.
         gathered: bytes in which FSDP2 gathers a weight.
         divided: GPUs that divide a sequence.
-        experts: GPUs that divide the experts of a layer.
     """
 
     model: Model
@@ -154,7 +100,6 @@ class Setting:
     context: int
     gathered: int = 4
     divided: int = 1
-    experts: int = 1
 
     @property
     def cost(self) -> Cost:
@@ -238,7 +183,7 @@ def _bare(model: Model, size: str) -> LanguageModel:
 
 def memory(setting: Setting, assumed: Assumed) -> dict[str, float]:
     """Return the bytes on every GPU by part, as listed above; ``total`` is their sum."""
-    model, experts = setting.cost.model, _experts(setting.cost.model)
+    model = setting.cost.model
     parameters, embedding, layer = _count([model]), model.embedding.weight.numel(), max(_layers(model))
     ddp = setting.sharding == "ddp"
     activations = kept(setting.model, setting.size, setting.recompute, setting.context)
@@ -247,13 +192,12 @@ def memory(setting: Setting, assumed: Assumed) -> dict[str, float]:
     chunk = min(tokens, chunk_rows(model.vocabulary) / setting.divided) * model.vocabulary * (4 + 2)
     shards, copies = 1 if ddp else setting.gpus, 2 * parameters * (ddp or setting.gathered > 2)
     travelling = setting.gathered * (embedding + 2 * layer) + (setting.gathered + 4) * layer
-    away = (setting.gathered * 3 + 4) * max(experts) * (1 - 1 / setting.experts)
     parts = {
         "weights": 4 * parameters / shards,
         "gradients": 4 * parameters / shards,
         "optimizer": 8 * parameters / shards,
         "buckets": 4.0 * parameters if ddp else 0.0,
-        "weights at work": copies + (0 if ddp else travelling) - away,
+        "weights at work": copies + (0 if ddp else travelling),
         "activations": activations.fixed + activations.each * tokens,
         "layer or logits at work": max(at_work, chunk),
         "gathered banks": 2.0 * 2 * slots(model, setting.context) if setting.divided > 1 else 0.0,
@@ -264,40 +208,6 @@ def memory(setting: Setting, assumed: Assumed) -> dict[str, float]:
 def fits(setting: Setting, assumed: Assumed) -> bool:
     """Whether a GPU holds it beside its reserve."""
     return memory(setting, assumed)["total"] <= (assumed.hbm - assumed.reserve) * GIB
-
-
-def timing(setting: Setting, assumed: Assumed, mfu: float | None = None) -> dict[str, float]:
-    """Return the seconds of a step in arithmetic, in communication and as a whole, and its tokens. The number of
-    sequences is that of ``assumed``, or the number of GPUs where that is larger."""
-    sequences = max(assumed.sequences, setting.gpus)
-    micro_batches = math.ceil(sequences / setting.gpus / setting.micro_batch)
-    flops = sequences * setting.cost.training_flops(setting.context).total()
-    arithmetic = flops / setting.gpus / (assumed.peak * (mfu or assumed.mfu))
-    over = 2 * 4 if setting.sharding == "ddp" else micro_batches * (2 * setting.gathered + 4)
-    communication = assumed.one_pass(over * _count([setting.cost.model]), setting.gpus)
-    shown = max((1 - assumed.hidden) * communication, communication - arithmetic)
-    whole = {"step": arithmetic + shown, "tokens": sequences * setting.context}
-    return {"arithmetic": arithmetic, "communication": communication, **whole}
-
-
-def seconds(setting: Setting, assumed: Assumed) -> dict[str, float]:
-    """Return the seconds of one divided sequence: arithmetic, and each kind of exchange as if nothing hid it."""
-    model, tokens = setting.cost.model, setting.context / setting.divided
-    total, experts = _count([model]), sum(_experts(model))
-    over, copies = 2 * setting.gathered + 4, setting.gpus // setting.experts
-    # GPUs with the same experts stand N apart: where a node has N or fewer, each is in another one.
-    apart = max(1, assumed.per_node // setting.experts)
-    weights = assumed.one_pass(over * (total - experts), setting.gpus)
-    weights += assumed.one_pass(over * experts / setting.experts, copies, apart)
-    mixtures = [part for part in model.modules() if isinstance(part, MixtureOfExperts)]
-    rows = sum(part.chosen * model.dim for part in mixtures) * tokens * 2 * 2 * (1 - 1 / setting.experts)
-    return {
-        "arithmetic": tokens / setting.context * setting.cost.training_flops(setting.context).total()
-        / (assumed.peak * assumed.mfu),
-        "weights": weights,
-        "sequences": PASSES * assumed.exchange(sent(model, setting.context, setting.divided), setting.divided),
-        "experts": PASSES * assumed.exchange(rows, setting.experts),
-    }  # fmt: skip
 
 
 def sent(model: LanguageModel, tokens: int, ranks: int) -> float:
@@ -329,11 +239,6 @@ def _layers(model: nn.Module) -> list[int]:
     return [_count([block]) for part in model.children() for block in getattr(part, "blocks", ())]
 
 
-def _experts(model: nn.Module) -> list[int]:
-    """Return the number of parameters of the experts of every layer with experts; [0] without any."""
-    return [_count([part]) for part in model.modules() if isinstance(part, Experts)] or [0]
-
-
 def below(mine: Callable[[int], int], other: Callable[[int], int], longest: int) -> list[tuple[int, int]]:
     """Return the lengths at which mine is below the other: first and last of each range, from 1 to the longest.
 
@@ -359,7 +264,7 @@ def below(mine: Callable[[int], int], other: Callable[[int], int], longest: int)
 
 def run(
     assumed: Assumed,
-    budgets: Mapping[str, float],
+    sizes: Sequence[str] = ("0p5b", "1p5b", "8b_a1p5b"),
     size: str = "1p5b",
     gpus: Sequence[int] = (8, 64, 800),
     contexts: Sequence[int] = (4096, 65536, 1048576),
@@ -369,26 +274,23 @@ def run(
 
     Args:
         assumed: about the hardware and a step.
-        budgets: tokens of a run, by size.
+        sizes: of the tables of training.
         size: of the table of tokens, and of that of traffic.
-        gpus: numbers of GPUs, in whole nodes.
+        gpus: numbers of GPUs.
         contexts: tokens of a sequence.
         output: the file; empty: logs/benchmarks/plan.md.
 
     Raises:
-        ValueError: GPUs that fill no whole nodes, or no length.
+        ValueError: no GPU, or no length.
     """
-    if any(n < 1 or n % assumed.per_node for n in gpus) or not contexts or min(contexts) < 1:
-        raise ValueError(
-            f"gpus={list(gpus)}, contexts={list(contexts)} are not allowed. Use multiples of {assumed.per_node} GPUs, "
-            "and lengths of 1 or more"
-        )
+    if not gpus or not contexts or min(*gpus, *contexts) < 1:
+        raise ValueError(f"gpus={list(gpus)}, contexts={list(contexts)} are not allowed. Use numbers of 1 or more")
     path = Path(output) if output else FOLDER / "plan.md"
     assumptions = ", ".join(f"{name} {value:g}" for name, value in asdict(assumed).items())
     chosen = models.read(models.ALL)
     costs = {model.name: known_cost(model, size) for model in chosen}
     sections = (
-        "# Computed: a token at any length, and large runs",
+        "# Computed: a token at any length, and memory of large runs",
         f"**Everything here is computed, nothing measured**, by `{shlex.join(['python', *sys.argv])}`; "
         "`benchmarks/gsm_benchmarks/plan.py` has the formulas, `configs/benchmark/plan.yaml` the assumptions: "
         f"{assumptions}.",
@@ -398,17 +300,15 @@ def run(
         f"Lengths, in tokens, up to {max(contexts):,}, at which GSM needs less:",
         table(("than", *COMPARED), _crossing_cells(costs, max(contexts))),
         "## Training on many GPUs",
-        "GSM; GiB of a GPU without recomputation, and with it in brackets. Hours are those of the fastest way that "
-        f"fits, at the assumed MFU and at that of the paper's own tokens a second ({_paper_mfu(assumed):.1%}):",
-        table(RUN, [_run_cells(budget, n, tokens, assumed) for budget, tokens in budgets.items() for n in gpus]),
+        "GSM; GiB of a GPU without recomputation, and with it in brackets:",
+        table(RUN, [_run_cells(name, n, assumed) for name in sizes for n in gpus]),
         _checked(assumed),
         "`bfloat16 gathered` stands for `trainer=fsdp trainer.strategy.gathered=bfloat16 "
         "trainer.strategy.reduced=float32`.",
         "## Long sequences, divided",
         "GSM with FSDP2, weights gathered in bfloat16, recomputed: one sequence on the least power of two of GPUs on "
-        "which it fits ([how](distributed.md#sequences-divided-among-devices)). Seconds of one sequence, each exchange "
-        "as if nothing hid it:",
-        table(LONG, _long_cells(budgets, gpus, contexts, assumed)),
+        "which it fits ([how](distributed.md#sequences-divided-among-devices)):",
+        table(LONG, _long_cells(sizes, gpus, contexts, assumed)),
         f"Each rank sends in a forward pass in bfloat16, for one sequence of 64K tokens at {size} (backward sends the "
         "same number again, recomputed layers twice; ring attention is that of a dense Transformer of this depth):",
         table(("ranks", *costs, "ring attention"), [_sent_cells(costs, ranks) for ranks in (2, 8)]),
@@ -450,22 +350,15 @@ def _words(ranges: Sequence[tuple[int, int]], longest: int) -> str:
     return "everywhere" if ranges == [(1, longest)] else ", ".join(words) or "nowhere"
 
 
-def _run_cells(size: str, gpus: int, tokens: float, assumed: Assumed) -> tuple[str, ...]:
-    """Return the memory of a run by the way of dividing it, and its hours."""
+def _run_cells(size: str, gpus: int, assumed: Assumed) -> tuple[str, ...]:
+    """Return the memory of a run by the way of dividing it."""
     batch = max(1, min(assumed.micro_batch, assumed.sequences // gpus))
-    cells, hours = [], []
+    cells = []
     for sharding, gathered in WAYS.values():
         both = [Setting(GSM, size, gpus, sharding, again, batch, assumed.context, gathered) for again in (False, True)]
         plain, bare = (memory(setting, assumed)["total"] / GIB for setting in both)
         cells.append(f"{plain:.1f} ({bare:.1f})")
-        for mfu in (assumed.mfu, _paper_mfu(assumed)):
-            steps = [timing(setting, assumed, mfu) for setting in both if fits(setting, assumed)]
-            hours.append(
-                min((step["step"] / step["tokens"] * float(tokens) / 3600 for step in steps), default=math.inf)
-            )
-    least = [min(hours[0::2]), min(hours[1::2])]
-    words = [f"{time:.3g}" if time < math.inf else "does not fit" for time in least]
-    return f"{size}, {float(tokens) / 1e9:g} B", str(gpus), str(batch), *cells, *words
+    return size, str(gpus), str(batch), *cells
 
 
 def _long_cells(
@@ -473,15 +366,9 @@ def _long_cells(
 ) -> list[tuple[str, ...]]:
     cells = []
     for size, tokens, count in itertools.product(sizes, contexts, gpus):
-        layers = [part for part in known_cost(GSM, size).model.modules() if isinstance(part, Experts)]
-        most = max(n for n in ways_to_divide(layers, count) if n <= assumed.per_node) if layers else 1
-        for experts in sorted({1, most}):
-            setting = _least(Setting(GSM, size, count, "fsdp2", True, 1, tokens, 2, experts=experts), assumed)
-            total = memory(setting, assumed)["total"] / GIB
-            times = seconds(setting, assumed)
-            divided = str(setting.divided) if fits(setting, assumed) else "does not fit"
-            which = size, short(tokens), str(count), divided, str(experts) if layers else "", f"{total:.1f}"
-            cells.append((*which, *(f"{value:.2g}" if value else "" for value in times.values())))
+        setting = _least(Setting(GSM, size, count, "fsdp2", True, 1, tokens, 2), assumed)
+        divided = str(setting.divided) if fits(setting, assumed) else "does not fit"
+        cells.append((size, short(tokens), str(count), divided, f"{memory(setting, assumed)['total'] / GIB:.1f}"))
     return cells
 
 
@@ -498,13 +385,6 @@ def _sent_cells(costs: Mapping[str, Cost], ranks: int) -> tuple[str, ...]:
     ring = traffic.ring(geometry, batch=1, tokens=65536, ranks=ranks, number_bytes=2) / ranks
     each = [sent(cost.model, 65536, ranks) for cost in costs.values()]
     return str(ranks), *(f"{moved / 1e6:,.0f} MB" for moved in (*each, ring))
-
-
-def _paper_mfu(assumed: Assumed) -> float:
-    """Return the share of the peak that the paper's own 1.5B reaches, by its tokens/s on 8 GPUs with recomputation."""
-    setting = Setting(GSM, paper.SIZE, 8, "ddp", True, assumed.micro_batch, 4096)
-    flops = setting.cost.training_flops(4096).total() / 4096
-    return paper.TRAINING["gsm"]["tokens_per_second"] / paper.TRAINING["devices"] * flops / assumed.peak
 
 
 def _checked(assumed: Assumed) -> str:

@@ -58,32 +58,29 @@ class Results:
             return False
         return mark(row) == mark(self.facts) and row.get("given", {}) == self.given.get(name, {})
 
-    def left(self, names: Iterable[str], protocol: Row, force: bool) -> list[str]:
+    def left(self, names: Iterable[str], protocol: Row) -> list[str]:
         """Return the names of rows that are to be measured; rows that have failed before come last."""
         wanted = []
         for name in names:
-            if force or not self.has(name, protocol):
+            if not self.has(name, protocol):
                 wanted.append(name)
             else:
                 print(f"{name}: measured already")
         return sorted(wanted, key=lambda name: bool(self.rows.get(name, {}).get("failed")))
 
-    def fill(
-        self, rows: Mapping[str, tuple[Row, Callable[[], Row]]], protocol: Row, *, force: bool, show: Show
-    ) -> Path:
+    def fill(self, rows: Mapping[str, tuple[Row, Callable[[], Row]]], protocol: Row, *, show: Show) -> Path:
         """Measure the rows that are missing, one after the other; return the file.
 
         Args:
             rows: of each row, by name, its constants, and the function that measures the rest.
             protocol: of all rows.
-            force: also measure rows that are there.
             show: called with the file at the end, also after an interruption.
 
         Raises:
             Exception: the first that a measurement raised, once the other rows were measured.
         """
         with self.showing(show):
-            for name in self.left(rows, protocol, force):
+            for name in self.left(rows, protocol):
                 about, measure = rows[name]
                 about = {**about, "protocol": protocol}
                 print(f"{name}: {', '.join(f'{key} {value}' for key, value in protocol.items())}", flush=True)
@@ -159,7 +156,6 @@ class Asked:
     device: str = "auto"
     output: str = ""
     results: str = ""
-    force: bool = False
 
     def open(self, benchmark: str, device: torch.device) -> Results:
         """Return the file of a benchmark, which need not exist. Raises ValueError if there is one without rows."""
@@ -172,17 +168,20 @@ def usual_path(facts: Mapping[str, Any], benchmark: str) -> Path:
     return FOLDER / f"{machine.in_file_names(facts['device'])}-{benchmark}.json"
 
 
-def publish(path: Path, *sections: str, picture: Callable[[], bytes] | None = None) -> Path:
-    """Write the sections as Markdown beside a file of results and print them; draw the picture where matplotlib is
-    installed; return the file."""
+def publish(path: Path, *sections: str, pictures: Mapping[str, Callable[[], bytes]] | None = None) -> Path:
+    """Write the sections as Markdown beside a file of results and print them; return the file.
+
+    `pictures` are functions that return a PNG, by the end of its file's name. They are drawn where matplotlib is
+    installed.
+    """
     text = "\n\n".join([f"# {path.stem}", *filter(None, sections)]) + "\n"
     path.with_suffix(".md").write_text(text, encoding="utf-8")
     print(f"\n{text}")
-    try:
-        if picture:
-            path.with_suffix(".png").write_bytes(picture())
-    except (ImportError, ValueError) as error:  # matplotlib is missing, or nothing was measured
-        print(error)
+    for name, draw in (pictures or {}).items():
+        try:
+            path.with_name(f"{path.stem}{name}.png").write_bytes(draw())
+        except (ImportError, ValueError) as error:  # matplotlib is missing, or nothing was measured
+            print(error)
     return path
 
 

@@ -43,7 +43,7 @@ class Spread(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Milliseconds by the clock on the wall, and of processor time of this process."""
+    """Milliseconds by the clock on the wall, and of processor time of this process; a lap of a GPU has none."""
 
     wall: float
     processor: float
@@ -82,8 +82,9 @@ def take_turns(
     rounds: int = 30,
     seconds: float = 15.0,
     pauses: Mapping[str, int] | None = None,
-) -> dict[str, list[float]]:
-    """Time every run once a round; return the milliseconds of its laps, round by round.
+) -> dict[str, list[Moment]]:
+    """Time every run once a round; return its laps, round by round. Processor time is steadier where others use the
+    machine.
 
     Args:
         runs: to be timed; each has run before, so that nothing is compiled now.
@@ -94,30 +95,16 @@ def take_turns(
     """
     pauses = pauses or {}
     lap = _Laps(device).lap if device.type == "cuda" else _lap
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    times: dict[str, list[Moment]] = {name: [] for name in runs}
     began = time.perf_counter()
     for number in range(-WARM_UP if device.type == "cuda" else 0, rounds):
         if number >= FEWEST and time.perf_counter() - began > seconds:
             break
         laps = {name: lap(runs[name], pauses.get(name, PAUSE)) for name in rotated(list(runs), number)}
-        for name, milliseconds in laps.items():
+        for name, moment in laps.items():
             if number >= 0:
-                times[name].append(milliseconds())
+                times[name].append(moment())
     return times
-
-
-def take_moments(runs: Mapping[str, Run], rounds: int, seconds: float) -> dict[str, list[Moment]]:
-    """Time every run once a round on a CPU, by both clocks. Processor time is steadier where others use the machine."""
-    laps: dict[str, list[Moment]] = {name: [] for name in runs}
-    cpu, began = torch.device("cpu"), time.perf_counter()
-    for number in range(rounds):
-        if number >= FEWEST and time.perf_counter() - began > seconds:
-            break
-        for name in rotated(list(runs), number):
-            start = now(cpu)
-            runs[name]()
-            laps[name].append(now(cpu).since(start))
-    return laps
 
 
 class Ceilings(NamedTuple):
@@ -147,7 +134,7 @@ def ceilings(device: torch.device, size: int | None = None, copied: int | None =
     target = torch.empty_like(source)
     runs = {"product": lambda: torch.mm(left, right, out=product), "copy": lambda: target.copy_(source)}
     times = take_turns(runs, device)
-    product_ms, copy_ms = (statistics.median(times[name]) for name in runs)
+    product_ms, copy_ms = (statistics.median(lap.wall for lap in times[name]) for name in runs)
     return Ceilings(2e3 * size**3 / product_ms, 2e3 * copied / copy_ms, str(dtype).removeprefix("torch."))
 
 
@@ -157,18 +144,17 @@ def measured(runs: Mapping[str, Run], device: torch.device, rounds: int, seconds
     `ms` is a spread. `host_ms` are the milliseconds in which the host launches the run, and `extra_mib` the most memory
     beside arguments and results; both are None on a CPU.
     """
-    if device.type != "cuda":
-        times = take_turns(runs, device, rounds, seconds)
-        return {
-            name: {"ms": spread(laps)._asdict(), "host_ms": None, "extra_mib": None} for name, laps in times.items()
-        }
-    extra = {name: _extra_mib(run, device) for name, run in runs.items()}
-    host = {name: _host_ms(run, device) for name, run in runs.items()}
-    clock_khz = getattr(torch.cuda.get_device_properties(device), "clock_rate", 0) or USUAL_CLOCK
-    pauses = {name: max(PAUSE, int(min(ms / COVERED, LONGEST) * clock_khz)) for name, ms in host.items()}
+    extra: dict[str, float | None] = dict.fromkeys(runs)
+    host, pauses = dict(extra), None
+    if device.type == "cuda":
+        extra = {name: _extra_mib(run, device) for name, run in runs.items()}
+        host = {name: _host_ms(run, device) for name, run in runs.items()}
+        clock_khz = getattr(torch.cuda.get_device_properties(device), "clock_rate", 0) or USUAL_CLOCK
+        pauses = {name: max(PAUSE, int(min(ms / COVERED, LONGEST) * clock_khz)) for name, ms in host.items()}
     times = take_turns(runs, device, rounds, seconds, pauses)
     return {
-        name: {"ms": spread(times[name])._asdict(), "host_ms": host[name], "extra_mib": extra[name]} for name in runs
+        name: {"ms": spread(lap.wall for lap in laps)._asdict(), "host_ms": host[name], "extra_mib": extra[name]}
+        for name, laps in times.items()
     }
 
 
@@ -191,11 +177,11 @@ def _extra_mib(run: Run, device: torch.device) -> float:
     return max(0, (peak.extra or 0) - returned_bytes) / 2**20
 
 
-def _lap(run: Run, pause: int) -> Callable[[], float]:
-    start = time.perf_counter()
+def _lap(run: Run, pause: int) -> Callable[[], Moment]:
+    start = now(torch.device("cpu"))
     run()
-    milliseconds = 1e3 * (time.perf_counter() - start)
-    return lambda: milliseconds
+    lap = now(torch.device("cpu")).since(start)
+    return lambda: lap
 
 
 class _Laps:
@@ -205,7 +191,7 @@ class _Laps:
         size = max(256 << 20, 2 * torch.cuda.get_device_properties(device).L2_cache_size)
         self.other = torch.empty(size, dtype=torch.uint8, device=device)
 
-    def lap(self, run: Run, pause: int) -> Callable[[], float]:
+    def lap(self, run: Run, pause: int) -> Callable[[], Moment]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(pause)
         self.other.zero_()
@@ -213,8 +199,8 @@ class _Laps:
         run()
         end.record()
 
-        def milliseconds() -> float:
+        def moment() -> Moment:
             end.synchronize()
-            return start.elapsed_time(end)
+            return Moment(start.elapsed_time(end), 0.0)
 
-        return milliseconds
+        return moment

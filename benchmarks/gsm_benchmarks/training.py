@@ -98,7 +98,7 @@ def run(
         about = {"model": model.name, "size": size, "batch_size": batch_size, "context": tokens, "compiled": compile}
         about["recompute"] = recompute
         rows[row], file.given[row] = (about, partial(measure, job, where, compile)), model.given
-    return file.fill(rows, {"warm_up": warm_up, "steps": steps}, force=how.force, show=_show)
+    return file.fill(rows, {"warm_up": warm_up, "steps": steps}, show=_show)
 
 
 def measure(job: Job, device: torch.device, compile: bool = False) -> dict[str, Any]:
