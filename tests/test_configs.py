@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from gsm.config.compose import compose, quoted, register_resolvers
 from gsm.config.options import listing
 from gsm.experiments.runs import Experiment
 from gsm.paths import configs, variants
+from gsm.training.folder import locked, note
 
 GROUPS = sorted(
     {
@@ -271,24 +273,6 @@ def test_arms_of_a_group_or_a_variant_that_does_not_exist_are_an_error(tmp_path:
         compose(["experiment=mine"], [write(tmp_path, "experiment/mine.yaml", text)])
 
 
-@pytest.mark.parametrize(
-    ("given", "folder"),
-    [([], "default/gsm/seed0"), (["seeds=2"], "default"), (["arms={a: []}", "name=n", "arm=a"], "n")],
-)
-def test_the_parent_of_several_runs_leaves_its_configuration_beside_them(
-    given: list[str], folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    register_resolvers()
-    given = [f"logs={tmp_path}", *given]
-    with hydra.initialize_config_dir(str(configs()), job_name="train", version_base="1.3"):
-        config = hydra.compose("train", given, return_hydra_config=True)
-    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
-    HydraConfig.instance().set_config(config)
-    command_line.run(lambda plain: None, OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))
-    assert (tmp_path / folder / ".hydra/overrides.yaml").read_text().startswith(f"- logs={tmp_path}")
-    assert "${recipe.max_steps}" in (tmp_path / folder / ".hydra/config.yaml").read_text()
-
-
 def started(given: list[str], sweep: bool, act: Callable[[dict[str, Any]], None], mp: pytest.MonkeyPatch) -> None:
     """Calls a function with a configuration, as Hydra does in a single run or in a job of a sweep."""
     register_resolvers()
@@ -306,17 +290,24 @@ def refuse(plain: dict[str, Any]) -> None:
 
 def test_a_start_that_fails_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Each misspelt path left one, which compare.py listed as an unfinished run."""
-    with pytest.raises(SystemExit, match="^error: data: nothing is there"):
-        started([f"logs={tmp_path / 'logs'}"], False, refuse, monkeypatch)
-    assert not (tmp_path / "logs").exists()
+
+    def early(plain: dict[str, Any]) -> None:
+        with locked(Path(plain["folder"])):
+            refuse(plain)
 
     def late(plain: dict[str, Any]) -> None:
-        (Path(plain["folder"]) / "summary.json").write_text("{}")
-        refuse(plain)
+        with locked(Path(plain["folder"])):
+            note(Path(plain["folder"]), plain)
+            refuse(plain)
 
+    with pytest.raises(SystemExit, match="^error: data: nothing is there"):
+        started([f"logs={tmp_path / 'logs'}"], False, early, monkeypatch)
+    assert not (tmp_path / "logs").exists()
     with pytest.raises(SystemExit):
-        started([f"logs={tmp_path / 'logs'}"], False, late, monkeypatch)
-    assert (tmp_path / "logs/default/gsm/seed0/.hydra/config.yaml").is_file()
+        started([f"logs={tmp_path / 'logs'}", "size=pico"], False, late, monkeypatch)
+    notes = tmp_path / "logs/default/gsm-size_pico/seed0/.hydra"
+    assert (notes / "overrides.yaml").read_text().splitlines() == [f"- logs={tmp_path / 'logs'}", "- size=pico"]
+    assert re.search(r"trainer:\n(  .*\n)*  max_steps: \d+", (notes / "config.yaml").read_text()), "no reference"
 
 
 def test_a_job_of_a_sweep_that_fails_lets_the_next_one_start(

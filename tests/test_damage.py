@@ -84,6 +84,7 @@ def test_a_flipped_bit_in_a_weight_is_found_wherever_a_checkpoint_is_used(home: 
 
 STATE = "optimizer_states"
 KEPT = "training_state"
+OTHER, ELSEWHERE = "the settings of its optimiser are others", "its schedule stands elsewhere"
 CHANGES: dict[str, tuple[Callable[[dict], object], str]] = {
     "a moment of another shape": (
         lambda saved: saved[STATE][0]["state"][0].update(exp_avg=torch.zeros(3)),
@@ -113,45 +114,29 @@ CHANGES: dict[str, tuple[Callable[[dict], object], str]] = {
         lambda saved: saved[STATE][0]["state"][2].update(momentum=saved[STATE][0]["state"][2]["exp_avg"]),
         r"the optimiser's momentum of model\..* is not what it keeps",
     ),
-    "a counter that is a word": (
-        lambda saved: saved["loops"]["fit_loop"]["epoch_progress"]["total"].update(completed="one"),
-        r"loops\.fit_loop\.epoch_progress\.total\.completed is 'one', but has to be a number",
-    ),
-    "a counter that is missing": (
-        lambda saved: saved["loops"]["fit_loop"].pop("epoch_loop.batch_progress"),
-        r"loops\.fit_loop\.epoch_loop\.batch_progress is missing",
-    ),
-    "a verdict that is a word": (
-        lambda saved: next(v for v in saved["callbacks"].values() if "lowest" in v).update(lowest="low"),
-        r"callbacks\.lowest is 'low', but has to be a number",
-    ),
-    "random numbers of nothing": (
-        lambda saved: saved[KEPT]["random"].update(torch=torch.zeros(3)),
-        r"training_state\.random cannot be taken up",
-    ),
     "a count of steps of another shape": (
         lambda saved: saved[STATE][0]["state"][0].update(step=torch.zeros(7)),
         r"the optimiser's step of model\..* is float32 \[7\], but has to be float32 \[\]",
     ),
     "a group that trains uphill": (
         lambda saved: saved[STATE][0]["param_groups"][0].update(maximize=True),
-        "the optimiser's maximize of .* is True, but has to be False",
+        OTHER,
     ),
     "another weight decay": (
         lambda saved: saved[STATE][0]["param_groups"][0].update(weight_decay=50.0),
-        "the optimiser's weight_decay of .* is 50.0, but has to be",
+        OTHER,
     ),
     "a group less": (
         lambda saved: saved[STATE][0]["param_groups"].pop(),
-        r"the optimiser has \d+ groups of parameters, but has to have \d+",
+        OTHER,
     ),
-    "another rate": (lambda saved: saved["lr_schedulers"][0].update(base_lrs=[9.0]), "the schedule's base_lrs is"),
+    "another rate": (lambda saved: saved["lr_schedulers"][0].update(base_lrs=[9.0]), ELSEWHERE),
     "another place in the schedule": (
         lambda saved: saved["lr_schedulers"][0].update(last_epoch=9999),
-        "the schedule stands at 9999, but the run at step 6",
+        ELSEWHERE,
     ),
     "no schedule": (lambda saved: saved.pop("lr_schedulers"), "does not say where its training stood"),
-    "no counters": (lambda saved: saved.pop("loops"), "does not say where its training stood"),
+    "no counters": (lambda saved: saved.pop("loops"), "loops is missing"),
     "a weight in half precision": (
         lambda saved: saved["state_dict"].update(
             {"model.embedding.weight": saved["state_dict"]["model.embedding.weight"].half()}

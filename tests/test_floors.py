@@ -50,7 +50,7 @@ def test_every_module_of_the_house_has_a_floor() -> None:
         ("gsm/models/gsm.py", "def late():\n    import hydra.utils"),
         ("gsm/models/gsm.py", "from lightning import LightningModule"),
         ("gsm/training/module.py", "from omegaconf import DictConfig"),
-        ("gsm/training/guard.py", "from gsm.evaluation import held_out"),
+        ("gsm/training/means.py", "from gsm.evaluation import held_out"),
         ("gsm/config/load.py", "from gsm.training import folder"),
         ("gsm/training/run.py", "def late():\n    from gsm.experiments import entries"),
         ("gsm/evaluation/held_out.py", "def late():\n    from gsm.experiments import table"),

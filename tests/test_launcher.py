@@ -74,7 +74,7 @@ def made(tmp_path: Path, fake: list[str], monkeypatch: pytest.MonkeyPatch, reque
 
     monkeypatch.setattr(Plugins, "instantiate_launcher", make)
     monkeypatch.setattr(GlobalHydra, "config_loader", lambda self: None)
-    node = {"runtime": {"choices": {"hydra/launcher": "submitit_slurm"}}}
+    node = {"runtime": {"choices": {"hydra/launcher": "submitit_slurm"}}, "overrides": {"task": []}}
     monkeypatch.setattr(HydraConfig.instance(), "cfg", OmegaConf.create({"hydra": node}))
     return found
 

@@ -34,7 +34,7 @@ from gsm.training.callbacks.checkpoints import Latest
 from gsm.training.callbacks.interruption import Interrupted
 from gsm.training.callbacks.metrics_file import MetricsFile, read_metrics
 from gsm.training.distributed import ranks
-from gsm.training.folder import differences, finished, moving_back, prepare
+from gsm.training.folder import Start, differences, finished, make_room, prepare
 from gsm.training.resume import FORMAT, STATE
 
 TEXT = {"corpus": "a" * 64, "tokenizer": "b" * 64, "context": 32}
@@ -67,6 +67,14 @@ def leave(folder: Path, status: str = "interrupted", name: str = "last", **saved
     torch.save({**known, "hyper_parameters": {"config": config(folder)}, **saved}, path)
     (folder / "summary.json").write_text(json.dumps({"status": status}))
     return path
+
+
+def begin(config: dict[str, Any], **given: Any) -> Start:
+    """Return the start of a run whose values nothing refuses: an earlier run has made room."""
+    start = prepare(config, **given)
+    if start.moves:
+        make_room(config)
+    return start
 
 
 def same_text() -> dict[str, str | int]:
@@ -128,7 +136,7 @@ def test_an_unfinished_run_of_another_configuration_is_not_moved_without_a_word(
     ):
         prepare(changed, fingerprint=never)
     assert last.is_file()
-    assert prepare({**changed, "resume": "never"}).sentence.startswith("An earlier run in this folder was moved to")
+    assert begin({**changed, "resume": "never"}).moves
     assert not last.exists()
 
 
@@ -145,11 +153,10 @@ def test_a_finished_run_is_left_as_it_is(tmp_path: Path):
 
 def test_a_finished_run_on_other_text_or_measured_otherwise_is_moved_aside(tmp_path: Path):
     leave(tmp_path / "run", "finished")
-    assert "finished and its configuration differs in the data's corpus" in (
-        prepare(config(tmp_path / "run"), fingerprint=other_text).sentence
-    )
+    start = begin(config(tmp_path / "run"), fingerprint=other_text)
+    assert "finished and its configuration differs in the data's corpus" in start.reason
     leave(tmp_path / "run", "finished")
-    assert "in trainer.limit_val_batches" in prepare(config(tmp_path / "run", trainer__limit_val_batches=1)).sentence
+    assert "in trainer.limit_val_batches" in prepare(config(tmp_path / "run", trainer__limit_val_batches=1)).reason
 
 
 def test_what_was_moved_aside_in_part_is_moved_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -165,9 +172,9 @@ def test_what_was_moved_aside_in_part_is_moved_on(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(run_folder.shutil, "move", one)
     with pytest.raises(AssertionError, match="killed"):
-        prepare(config(tmp_path / "run", resume="never"))
+        begin(config(tmp_path / "run", resume="never"))
     monkeypatch.setattr(run_folder.shutil, "move", move)
-    prepare(config(tmp_path / "run", resume="never"))
+    begin(config(tmp_path / "run", resume="never"))
     assert not [path.name for path in (tmp_path / "run").iterdir()]
 
 
@@ -179,39 +186,28 @@ def test_a_damaged_summary_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert re.search(r"run/summary.json is damaged .*. Delete it", capsys.readouterr().err)
 
 
-def test_a_start_that_fails_moves_an_earlier_run_back(tmp_path: Path):
+def test_an_earlier_run_stays_in_its_place_until_the_start_makes_room(tmp_path: Path):
     """A refused command had moved a finished run away."""
     last = leave(tmp_path / "run", "finished")
-    start = prepare(config(tmp_path / "run", seed=4))
-    assert start.moved and not last.exists()
-    with pytest.raises(ConfigError), moving_back(start, tmp_path / "run"):
-        (tmp_path / "run/hparams.yaml").write_text("seed: 4")  # as loggers do before the Trainer looks at the data
-        raise ConfigError("a part refuses its values")
-    assert last.is_file() and finished(config(tmp_path / "run")) and not start.moved.exists()
-    assert not (tmp_path / "run/hparams.yaml").exists()
-    start = prepare(config(tmp_path / "run", seed=4))
-    with pytest.raises(ConfigError), moving_back(start, tmp_path / "run"):
-        (tmp_path / "run/metrics.csv").write_text("step")
-        raise ConfigError("it has begun")
-    assert not last.exists()
+    changed = config(tmp_path / "run", seed=4)
+    assert prepare(changed).moves and finished(config(tmp_path / "run"))
+    assert (make_room(changed) / "checkpoints/last.ckpt").is_file() and not last.exists()
 
 
 def test_force_starts_a_single_run_over(tmp_path: Path):
     """It was heard by experiments alone."""
     leave(tmp_path / "run")
-    assert prepare(config(tmp_path / "run", force=True)).checkpoint is None
+    assert begin(config(tmp_path / "run", force=True)).checkpoint is None
     assert not (tmp_path / "run/checkpoints").exists()
 
 
 def test_a_finished_run_with_another_configuration_is_moved_aside(tmp_path: Path):
     leave(tmp_path / "run", "finished")
-    sentence = prepare(config(tmp_path / "run", seed=4)).sentence
-    assert "it is finished and its configuration differs in seed (0 there, 4 here)" in sentence
-    leave(tmp_path / "run", "finished")
-    longer = prepare(config(tmp_path / "run", trainer__max_steps=40))
-    assert "it is finished and its configuration differs in trainer.max_steps (30 there, 40 here)" in longer.sentence
+    reason = prepare(config(tmp_path / "run", seed=4)).reason
+    assert "it is finished and its configuration differs in seed (0 there, 4 here)" in reason
+    longer = begin(config(tmp_path / "run", trainer__max_steps=40))
+    assert "it is finished and its configuration differs in trainer.max_steps (30 there, 40 here)" in longer.reason
     assert longer.checkpoint is None and not (tmp_path / "run/checkpoints").exists()
-    assert Path(longer.sentence.split("was moved to ")[1].split(":")[0], "checkpoints/last.ckpt").is_file()
 
 
 @pytest.mark.parametrize(
@@ -244,7 +240,7 @@ def test_a_run_that_began_with_a_path_is_not_undone_by_the_same_command(tmp_path
     without = prepare({**given, "resume": "auto"}, fingerprint=same_text)
     assert (without.checkpoint, without.origin) == (last, str(origin)), "and the origin is not forgotten"
     another = leave(tmp_path / "another", "finished")
-    assert prepare({**given, "resume": str(another)}, fingerprint=same_text).checkpoint == another
+    assert begin({**given, "resume": str(another)}, fingerprint=same_text).checkpoint == another
     assert not last.exists(), "that is another run"
 
 
@@ -361,7 +357,7 @@ def test_files_that_are_no_run_are_not_moved(tmp_path: Path):
             prepare(config(tmp_path, resume=resume))
     assert (tmp_path / "thesis.tex").is_file()
     (tmp_path / "thesis.tex").unlink()
-    assert "was moved to" in prepare(config(tmp_path, logs=str(tmp_path.with_name("aside")))).sentence
+    assert begin(config(tmp_path, logs=str(tmp_path.with_name("aside")))).moves
 
 
 def test_a_run_that_was_measured_otherwise_is_trained_again_for_a_table(tmp_path: Path):

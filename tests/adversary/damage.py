@@ -97,7 +97,8 @@ TENSORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sparse": lambda value: value.to_sparse() if value.ndim else value.bool(),
     "in another order in memory": lambda value: value.T.contiguous().T if value.ndim == 2 else value.clone(),
 }
-UNTOUCHED = ("config", "pytorch-lightning_version")  # a configuration may be another
+# A configuration may be another; counters and random states are Lightning's and PyTorch's.
+UNTOUCHED = ("config", "pytorch-lightning_version", "loops", "callbacks", "random")
 
 
 def entries(draw: random.Random, world: World) -> Case:

@@ -22,13 +22,12 @@ from typing import Any
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from gsm import paths, terminal
 from gsm.config.check import ConfigError, check_readable, unknown
 from gsm.config.compose import SEARCH, explain, from_job, register_resolvers, search
 from gsm.config.options import mapping
-from gsm.files import refuse_pipes
 from gsm.training.distributed.ranks import rank, refuse_leftover
 
 ROOM = "free some space there, and the same command goes on from the last checkpoint; or choose another disk with logs="
@@ -121,9 +120,7 @@ def run(function: Callable[[dict[str, Any]], object], config: DictConfig) -> Non
     """
     try:
         with errors_as_sentences():
-            plain = from_job(config)
-            with _noted(config, plain) if "folder" in plain and rank() == 0 else contextlib.nullcontext():
-                function(plain)
+            function(from_job(config))
     except SystemExit as stop:
         by_signal = isinstance(stop.code, int) and stop.code > 128
         if not sweeping() or by_signal or not stop.code:
@@ -155,43 +152,6 @@ def take_cfg_runs() -> bool:
 def sweeping() -> bool:
     """Whether this is a job of a sweep (``-m``), which other jobs follow."""
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-
-
-@contextlib.contextmanager
-def _noted(config: DictConfig, plain: Mapping[str, Any]) -> Iterator[None]:
-    """Writes what was given and composed to ``.hydra`` in the folder of the run, or in that above several runs.
-
-    A start that fails before it has left anything else there leaves no folder, and notes of an earlier run as they
-    were.
-    """
-    several = any(plain[name] is not None for name in ("arms", "seeds", "tune"))
-    folder = Path(plain["logs"], str(plain["name"])) if several else Path(plain["folder"])
-    made = [folder, folder.parent] if sweeping() else [path for path in (folder, *folder.parents) if not path.exists()]
-    (folder / ".hydra").mkdir(parents=True, exist_ok=True)
-    refuse_pipes(folder / ".hydra")
-    notes = {"config": config, "overrides": HydraConfig.get().overrides.task}
-    places = {name: folder / f".hydra/{name}.yaml" for name in notes}
-    earlier = {place: place.read_bytes() for place in places.values() if place.is_file()}
-    untouched = _changed(folder)
-    for name, note in notes.items():
-        OmegaConf.save(note, places[name])
-    try:
-        yield
-    except BaseException:
-        for place, note in earlier.items() if _changed(folder) == untouched else ():
-            place.write_bytes(note)
-        if folder in made and folder.is_dir() and {path.name for path in folder.iterdir()} <= {".hydra", ".lock"}:
-            shutil.rmtree(folder)
-            with contextlib.suppress(OSError):  # something else lies there
-                for path in made[1:]:
-                    path.rmdir()
-        raise
-
-
-def _changed(folder: Path) -> dict[str, int]:
-    """When each part of a run in a folder changed last, by its name."""
-    own = (path for path in (folder.iterdir() if folder.is_dir() else ()) if path.name not in (".hydra", ".lock"))
-    return {path.name: path.stat().st_mtime_ns for path in own if path.suffix != ".log"}
 
 
 def call(function: Callable[..., object], script: str, arguments: Sequence[str] | None = None) -> None:

@@ -88,6 +88,7 @@ def train_all(experiment: Experiment, hand_to: str | None = None) -> Table:
         if config["force"] or config["resume"] == "never":
             _set_aside(experiment, trials)
             experiment = Experiment(config, experiment.given, experiment.script)  # without the runs that were set aside
+        folder.note(experiment.held, config)
         failed = _tune(experiment, hand_to)
         work = _Work(experiment, [trial for trial in experiment.trials() if trial.arm not in failed])
         work.failed |= failed
@@ -107,7 +108,9 @@ def _set_aside(experiment: Experiment, trials: Sequence[Trial]) -> None:
     for trial in (*attempts, *trials):
         if force or ((trial in attempts or experiment.choice(trial.arm)) and not trial.finished()):
             with contextlib.nullcontext() if trial.folder == experiment.held else folder.locked(trial.folder):
-                folder.prepare({**trial.config, "resume": "never", "start_from": None})  # it may have moved already
+                start = folder.prepare({**trial.config, "resume": "never", "start_from": None})
+                if start.moves:
+                    folder.make_room(trial.config)
     for arm in experiment.chosen if force else ():
         if (attempts := experiment.tuning(arm)).is_dir():
             target = Path(experiment.config["logs"]) / ".replaced" / str(experiment.config["name"]) / TUNING

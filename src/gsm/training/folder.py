@@ -15,6 +15,9 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
 from gsm.config.check import ConfigError, contrast, few, flat, parameters, shortened, unlike
 from gsm.config.decisive import decides
 from gsm.config.load import LAST, CheckpointError, checkpoint_file, read_checkpoint
@@ -23,9 +26,10 @@ from gsm.training import weights
 from gsm.training.distributed import shards
 from gsm.training.resume import STATE
 
-OWN = {".hydra", ".lock"}  # written for the new run before it looks at the folder
 MARKS = {"summary.json", "checkpoints"}  # every folder of a run that has begun has at least one
-LEFT = re.compile(r"events\.out\..*|hparams\.yaml|metrics\.csv|\..*\.partial")  # files of a run without a checkpoint
+LEFT = re.compile(
+    r"events\.out\..*|hparams\.yaml|metrics\.csv|\.hydra|\..*\.partial"
+)  # files of a run without a checkpoint
 MEASURED = "limit_val_batches"  # changes no weights, but the numbers of a finished run
 # Makes the fingerprint of the data, only where there is one to compare with.
 Fingerprint = Callable[[], Mapping[str, str | int]]
@@ -40,7 +44,8 @@ class Start:
     Attributes:
         origin: the checkpoint outside of this run that it once began with, None if it began with nothing.
         finished: this very run lies there, trained to its end, and nothing is left to do.
-        moved: the place of an earlier run of the folder from now on, None if there was none.
+        moves: whether the files in the folder are of an earlier run, which has to make room (``make_room``).
+        reason: the reason of that, for a sentence; empty where the command asks for it.
     """
 
     checkpoint: Path | None = None
@@ -48,13 +53,14 @@ class Start:
     step: int = 0
     origin: str | None = None
     finished: bool = False
-    moved: Path | None = None
+    moves: bool = False
+    reason: str = ""
 
 
 def prepare(
     config: Mapping[str, Any], leads: bool = True, fingerprint: Fingerprint | None = None, world: int = 1
 ) -> Start:
-    """Decide, by ``config["resume"]``, whether to go on or to start over; no run is ever deleted.
+    """Decide, by ``config["resume"]``, whether to go on or to start over; nothing is moved yet.
 
     * ``auto``: an unfinished run goes on from its last checkpoint, if it is of the same configuration and data; ranks
       and their batches may be others if as many sequences make up a step. A finished one is left as it is;
@@ -62,12 +68,9 @@ def prepare(
     * a path: go on from that checkpoint, if the configuration trains the same model on the same data in the same way;
       a run that has begun there already goes on where it is, or is left as it is.
 
-    A run that starts over in a used folder moves its files to ``<logs>/.replaced/<name>/<arm>/seed<k>-<n>``; of several
-    processes that train together, the one that ``leads`` does.
-
     Args:
         config: a composed configuration.
-        leads: whether this process may move and remove files.
+        leads: whether this process may remove what a killed process has half written.
         fingerprint: makes the fingerprint of the data; None: do not compare.
         world: ranks that are to train.
 
@@ -88,9 +91,10 @@ def prepare(
         path = checkpoint_file(resume).resolve()
         checkpoint, began, changes = _began_with(path, config, fingerprint, world), f", which began with {path}", []
         if checkpoint is None:
-            return _from_path(path, config, leads, fingerprint, world)
+            start = replace(_going_on(path, config, fingerprint, world, "resume=never to start over"), origin=str(path))
+            return start if folder.resolve() in path.parents else _making_room(start, folder)
     elif resume == "never" or config.get("force") or not last.is_file():
-        return _over(config, leads, fingerprint, world)
+        return _over(config, fingerprint, world)
     else:
         checkpoint, began = _read_last(last), ""
         changes = _changes(checkpoint, config, fingerprint, world)
@@ -98,7 +102,7 @@ def prepare(
     if _status(folder) == "finished":
         if changes:
             reason = f": it is finished and its configuration differs in {few(changes)}"
-            return _over(config, leads, fingerprint, world, reason)
+            return replace(_over(config, fingerprint, world), reason=reason)
         return Start(sentence=f"The run in {folder} is finished already (resume=never trains it again).", finished=True)
     if changes:
         raise CheckpointError(
@@ -160,7 +164,7 @@ def _completed(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]
 def locked(folder: Path) -> Iterator[None]:
     """Hold the folder for this process, if the disk has locks. Raises ConfigError where another one trains there.
 
-    A start that is refused before it has left anything leaves no folder that was not there before.
+    A folder that was not there before is removed again where an error leaves it empty.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     _make(folder)
@@ -177,13 +181,23 @@ def locked(folder: Path) -> Iterator[None]:
             print(warning, file=sys.stderr, flush=True)
         try:
             yield
-        except (ConfigError, FileNotFoundError):
-            if made and not contents(folder):
-                (folder / ".lock").unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # the notes of Hydra, or something else, lie there
+        except BaseException:
+            if made and {path.name for path in folder.iterdir()} == {".lock"}:
+                (folder / ".lock").unlink()
+                with contextlib.suppress(OSError):  # another run has a folder beside it
                     for path in made:
                         path.rmdir()
             raise
+
+
+def note(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write the configuration and the overrides of the command line to ``.hydra``; nothing in a call from Python."""
+    if HydraConfig.initialized():
+        (folder / ".hydra").mkdir(parents=True, exist_ok=True)
+        refuse_pipes(folder / ".hydra")
+        values = {key: value for key, value in config.items() if key != "choices"}
+        for name, content in (("config", values), ("overrides", list(HydraConfig.get().overrides.task))):
+            OmegaConf.save(OmegaConf.create(content), folder / f".hydra/{name}.yaml")
 
 
 def _make(folder: Path) -> None:
@@ -243,30 +257,25 @@ def _began_with(
     return None
 
 
-def _from_path(
-    path: Path, config: Mapping[str, Any], leads: bool, fingerprint: Fingerprint | None, world: int
-) -> Start:
-    """Go on from a checkpoint of this or another folder. Raises CheckpointError where it does not fit."""
-    start = _going_on(path, config, fingerprint, world, "resume=never to start over")
-    sentence = start.sentence
-    if leads and Path(config["folder"]).resolve() not in path.parents:
-        moved = _move_aside(Path(config["folder"]), config)
-        sentence += f" An earlier run in this folder was moved to {moved}." if moved else ""
-        start = replace(start, moved=moved)
-    return replace(start, sentence=sentence, origin=str(path))
-
-
-def _over(
-    config: Mapping[str, Any], leads: bool, fingerprint: Fingerprint | None, world: int, reason: str = ""
-) -> Start:
-    """Start from nothing, or as a branch from its checkpoint; files in the folder move away."""
+def _over(config: Mapping[str, Any], fingerprint: Fingerprint | None, world: int) -> Start:
+    """Start from nothing, or as a branch from its checkpoint. Raises ConfigError for files that are not a run's."""
     start = Start()
     if weights.is_branch(config):
         path = checkpoint_file(config["start_from"])
         start = _going_on(path, config, fingerprint, world, "start_fresh=true to take the weights alone")
-    moved = _move_aside(Path(config["folder"]), config) if leads else None
-    sentence = f"An earlier run in this folder was moved to {moved}{reason}." if moved else ""
-    return replace(start, sentence=" ".join(filter(None, [sentence, start.sentence])), moved=moved)
+    return _making_room(start, Path(config["folder"]))
+
+
+def _making_room(start: Start, folder: Path) -> Start:
+    """Return the start with a note of whether files have to move. Raises ConfigError for files that are not a run's."""
+    names = {path.name for path in _contents(folder)}
+    foreign = sorted(name for name in names if not LEFT.fullmatch(name))
+    if foreign and not names & MARKS:
+        raise ConfigError(
+            f"folder={folder} is not allowed because it holds {few(foreign)}, which no run has written. Use an empty "
+            "folder=."
+        )
+    return replace(start, moves=bool(names))
 
 
 def _going_on(path: Path, config: Mapping[str, Any], fingerprint: Fingerprint | None, world: int, remedy: str) -> Start:
@@ -335,51 +344,22 @@ def _other_weights(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> 
     return [] if before == now else [f"the weights it starts from ({names[0]} there, {names[1]} here)"]
 
 
-def contents(folder: Path) -> list[Path]:
-    """Return the files of a run's folder, without the notes and the output of the command that starts there."""
-    return [path for path in folder.iterdir() if path.name not in OWN and path.suffix != ".log"]
+def make_room(config: Mapping[str, Any]) -> Path:
+    """Move the files of an earlier run to ``<logs>/.replaced/<name>/<arm>/seed<k>-<n>``, and return that folder.
 
-
-@contextlib.contextmanager
-def moving_back(start: Start, folder: Path) -> Iterator[None]:
-    """Move an earlier run back into its folder where a start is refused, or fails before it leaves anything there."""
-    try:
-        yield
-    except BaseException as error:
-        left = contents(folder)
-        unused = isinstance(error, ConfigError | FileNotFoundError) and not {path.name for path in left} & {
-            "checkpoints",
-            "metrics.csv",
-        }
-        if start.moved and (unused or not left):
-            for path in left:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-            for path in start.moved.iterdir():
-                shutil.move(path, folder / path.name)
-            start.moved.rmdir()
-        raise
-
-
-def _move_aside(folder: Path, config: Mapping[str, Any]) -> Path | None:
-    """Move an earlier run's files out of the way; return their new folder, None if there was nothing.
-
-    Checkpoints go first and the summary last: an interrupted move leaves a folder that is ours and not finished.
-
-    Raises ConfigError for files that are not a run's.
+    Checkpoints go first and the summary last: an interrupted move leaves a folder that is ours and not finished. The
+    output of the command that starts there stays.
     """
-    content = contents(folder)
-    if not content:
-        return None
-    foreign = sorted(path.name for path in content if not LEFT.fullmatch(path.name))
-    if foreign and not any(path.name in MARKS for path in content):
-        raise ConfigError(
-            f"folder={folder} is not allowed because it holds {few(foreign)}, which no run has written. Use an empty "
-            "folder=."
-        )
+    folder = Path(config["folder"])
     parent = Path(config["logs"]) / ".replaced" / str(config["name"]) / str(config["arm"])
     taken = {path.name for path in parent.glob("*")} if parent.is_dir() else set()
     target = next(parent / name for n in range(1, len(taken) + 2) if (name := f"{folder.name}-{n}") not in taken)
     target.mkdir(parents=True)
-    for path in sorted(content, key=lambda path: (path.name == "summary.json", path.name != "checkpoints")):
+    for path in sorted(_contents(folder), key=lambda path: (path.name == "summary.json", path.name != "checkpoints")):
         shutil.move(path, target / path.name)
     return target
+
+
+def _contents(folder: Path) -> list[Path]:
+    """Return the files of a run's folder, without its lock and the output of the command that starts there."""
+    return [path for path in folder.iterdir() if path.name != ".lock" and path.suffix != ".log"]

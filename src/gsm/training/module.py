@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from gsm.models.base import LanguageModel, Output
 from gsm.models.checks import IGNORED
 from gsm.training.distributed.sharded import Sharded, undivided
-from gsm.training.guard import NonFiniteGuard
 from gsm.training.means import Means, OverTargets
 from gsm.training.optimizer import AdamW, check_groups
 from gsm.training.resume import ends_interval
@@ -63,7 +62,6 @@ class LanguageModeling(lightning.LightningModule):
         self.notes = dict(notes or {})
         self.register_buffer("token_bytes_V", token_bytes_V, persistent=False)
         self.train_means, self.val_means = Means(), Means()  # means over a logging interval, over a validation
-        self.guard = NonFiniteGuard()
         self._over_targets = OverTargets()
         self._load_LE: Tensor | None = None  # loads of the experts in the step so far
         self.compiles = compile
@@ -116,7 +114,7 @@ class LanguageModeling(lightning.LightningModule):
     def training_step(self, batch: Mapping[str, Tensor], _: int) -> dict[str, Tensor]:
         """Cross-entropy plus the losses that the model adds to it, weighted by the batch's share of the step's targets.
 
-        Raises FloatingPointError if it is not finite.
+        Raises FloatingPointError if it is not finite, where one device trains, and that is a CPU.
         """
         out, target_BT = self(batch)
         count = (target_BT != IGNORED).sum()
@@ -126,7 +124,8 @@ class LanguageModeling(lightning.LightningModule):
         loss = loss + sum(out.losses.values())
         if self.trainer.accumulate_grad_batches > 1:
             loss = self._over_targets.weigh(loss, total)
-        self.guard.see_loss(self, loss, batch)
+        if world == 1 and loss.device.type == "cpu":  # several ranks have to stop at the same place
+            self._refuse_broken(f"loss of step {self.global_step}", loss.detach())
         self.train_means.update("train/loss", out.loss, count)
         shared = count if self._context is None else self._context.total(count)  # losses are means of all its ranks
         for name, value in {**out.losses, **out.metrics}.items():
@@ -148,7 +147,9 @@ class LanguageModeling(lightning.LightningModule):
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         self._over_targets.correct(parameters, self.trainer.accumulate_grad_batches)
         norms = self.clip(optimizer, gradient_clip_val)
-        self.guard.see_gradients(self, [] if scaler is not None else norms)  # a scaler skips steps that are not finite
+        if self.device.type == "cpu" and scaler is None:  # a scaler skips steps that are not finite
+            for norm in norms:
+                self._refuse_broken(f"gradient norm of step {self.global_step}", norm)
 
     def clip(self, optimizer: torch.optim.Optimizer, limit: float | None) -> list[Tensor]:
         """Scales the gradients of each of the two down to a norm of ``limit``; returns the norms they had."""
@@ -171,17 +172,20 @@ class LanguageModeling(lightning.LightningModule):
             self._load_LE = None
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Logs the means of the interval that ends here, and has the last step validated too."""
+        """Log the means of the interval that ends here, and have the last step validated too.
+
+        Raises FloatingPointError, on all ranks, where a loss or a gradient of the interval was not finite.
+        """
         if ends_interval(self.trainer):
-            self.guard.check(self)
             means = self.train_means.compute()
+            scales = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+            for name in ("loss",) if scales else ("gradient_norm", "indexer_gradient_norm"):
+                if f"train/{name}" in means:
+                    words = name.replace("_", " ")
+                    self._refuse_broken(f"{words} of a step up to {self.global_step}", means[f"train/{name}"])
             self._log_step({**means, "train/perplexity": means["train/loss"].exp()})
         if self.global_step >= self.trainer.max_steps > 0:
             self.trainer.should_stop = True
-
-    def on_validation_start(self) -> None:
-        """A model that broke is not worth measuring."""
-        self.guard.check(self)
 
     def validation_step(self, batch: Mapping[str, Tensor], _: int) -> None:
         """Adds one batch to the means."""
@@ -206,9 +210,17 @@ class LanguageModeling(lightning.LightningModule):
         self._log_step({**means, "val/perplexity": loss.exp()})
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the notes. A model that broke is not saved: raises FloatingPointError."""
-        self.guard.check(self)
+        """Add the notes."""
         checkpoint |= self.notes
+
+    def _refuse_broken(self, name: str, value: Tensor) -> None:
+        """Raise FloatingPointError unless the number is finite."""
+        if not bool(value.isfinite()):
+            rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+            raise FloatingPointError(
+                f"training cannot go on because the {name} is not finite. Use a lower optimizer.learning_rate (it was "
+                f"at {rate:g}), more optimizer.warmup_steps or trainer.precision=32-true; the last checkpoint is sound"
+            )
 
     def _log_step(self, metrics: Mapping[str, Tensor]) -> None:
         """Log metrics of the step that has just ended, at its number; by default Lightning counts steps from 0."""

@@ -49,7 +49,7 @@ from gsm.training.callbacks.summary import Summary
 from gsm.training.callbacks.tensorboard import Hyperparameters
 from gsm.training.distributed import ranks, shards
 from gsm.training.distributed.sharded import Sharded
-from gsm.training.folder import Start, identity, locked, moving_back, prepare, sequences_a_step
+from gsm.training.folder import Start, identity, locked, make_room, note, prepare, sequences_a_step
 from gsm.training.heap import keep_freed
 from gsm.training.module import LanguageModeling
 from gsm.training.optimizer import AdamW
@@ -107,24 +107,26 @@ def train(config: Mapping[str, Any], differ: Sequence[str] = ()) -> dict[str, An
                 stack.enter_context(locked(folder))
             return prepare(config, leads, lambda: data().fingerprint(), shares(trainer))
 
-        start = ranks.agreed(decide)  # one rank looks and moves: another would meet a folder that is half moved
+        start = ranks.agreed(decide)  # one rank looks: another would meet files that the first one has removed
         if start.finished:
             if leads:
                 print(start.sentence, flush=True)
             return read_json(folder / "summary.json") or {}
-        if leads:
-            stack.enter_context(moving_back(start, folder))
         model = build_model(config)  # before data are read: it may refuse its values
         ranks.compare(lambda: {f"the data's {key}": value for key, value in data().fingerprint().items()})
         parts = assemble(config, start, data(), model, optimizer, trainer, summary, differ)
-        if leads:
+        if leads:  # nothing has refused its values: now an earlier run makes room
             sentences = [start.sentence]
+            if start.moves:
+                sentences.insert(0, f"An earlier run in this folder was moved to {make_room(config)}{start.reason}.")
+            note(folder, config)
             if config.get("start_from") and not start.checkpoint:
                 sentences.append(weights.describe_start(config["start_from"]))
             if start.checkpoint and not parts.data.resumes:
                 sentences.append("Its data start over, since they cannot go on where they were (see gsm.data.base).")
-            note = " ".join(filter(None, sentences))
-            print(report.header(config, summary.facts, trainer, parts.data, note), flush=True)
+            print(
+                report.header(config, summary.facts, trainer, parts.data, " ".join(filter(None, sentences))), flush=True
+            )
         _fit(parts, start)
         return _conclude(parts) if leads else dict(summary.facts)
 
@@ -204,7 +206,7 @@ def assemble(
     if trainer.strategy.root_device.type == "cpu":
         keep_freed()
     if start.checkpoint:
-        refuse_other_state(start.checkpoint, task, trainer, config["trainer"].get("precision"))
+        refuse_other_state(start.checkpoint, task, config["trainer"].get("precision"))
         for logger in trainer.loggers:
             if callable(rewind := getattr(logger, "rewind", None)):
                 rewind(start.step)

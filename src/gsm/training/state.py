@@ -7,12 +7,10 @@ anything is loaded.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
 from torch import Tensor
 
@@ -20,19 +18,19 @@ from gsm.config.check import few
 from gsm.config.load import CheckpointError, not_finite, read_checkpoint
 from gsm.training.distributed import shards
 from gsm.training.module import LanguageModeling
-from gsm.training.resume import ENTRIES, STATE, random_states, restore_random_states
+from gsm.training.resume import ENTRIES, STATE
 
 COUNT = ((), torch.float32)  # shape and dtype of an optimiser's count of steps
+RATES = ("lr", "initial_lr")  # of a group of the optimiser: they follow from the schedule
 HALVES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}  # dtype of all parameters with this precision
 
 
-def refuse_other_state(path: Path, task: LanguageModeling, trainer: lightning.Trainer, precision: str | None) -> None:
+def refuse_other_state(path: Path, task: LanguageModeling, precision: str | None) -> None:
     """Compares names, shapes and dtypes in a checkpoint with those of a model and of its optimiser's parameters.
 
     Args:
         path: path of the checkpoint; its tensors stay on the disk.
         task: module with the model, before it is divided, or converted to the trainer's precision.
-        trainer: the trainer that is to go on.
         precision: the trainer's precision, as it was chosen.
 
     Raises CheckpointError, which names the entries that do not fit.
@@ -56,7 +54,8 @@ def refuse_other_state(path: Path, task: LanguageModeling, trainer: lightning.Tr
     }
     try:
         wrong = [*_wrong_tensors(kinds, wanted | _moments(checkpoint, wanted, ordered))]
-        wrong += [*_wrong_settings(checkpoint, optimizer), *_wrong_places(checkpoint, trainer)]
+        wrong += [*_wrong_settings(checkpoint, optimizer)]
+        wrong += [f"{part} is missing" for part in ("loops", "callbacks", STATE) if not checkpoint.get(part)]
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{path} does not say where its training stood: {error!r}") from error
     if not wrong:  # if the checkpoint is in parts, each rank reads its own share
@@ -107,60 +106,18 @@ def _wrong_tensors(found: shards.Described, wanted: shards.Described) -> Iterato
 
 
 def _wrong_settings(checkpoint: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Iterator[str]:
-    """Yield settings of the optimiser and its schedule that differ from the configuration's, and wrong step counts."""
-    step = checkpoint["global_step"]
+    """Yield a sentence for an optimiser or a schedule that the configuration would not have at this step."""
     (state,), (schedule,) = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
-    groups = optimizer.state_dict()["param_groups"]
-    if len(state["param_groups"]) != len(groups):
-        yield f"the optimiser has {len(state['param_groups'])} groups of parameters, but has to have {len(groups)}"
-    for saved, wanted_group in zip(state["param_groups"], groups, strict=False):
-        if type(saved.get("lr")) is not float or not math.isfinite(saved["lr"]):
-            yield f"the optimiser's lr of {wanted_group.get('name')} is {saved.get('lr')!r:.40}, but has to be a number"
-        for key in sorted(wanted_group.keys() - {"lr", "initial_lr"}):
-            if saved.get(key) != wanted_group[key] and not (
-                isinstance(wanted_group[key], tuple) and list(wanted_group[key]) == saved.get(key)
-            ):
-                actual, wanted = f"{saved.get(key)!r:.40}", f"{wanted_group[key]!r:.40}"
-                yield f"the optimiser's {key} of {wanted_group.get('name')} is {actual}, but has to be {wanted}"
-    if schedule["base_lrs"] != [group["lr"] for group in groups]:
-        yield f"the schedule's base_lrs is {schedule['base_lrs']!r:.60}"
-    if schedule["last_epoch"] != step:
-        yield f"the schedule stands at {schedule['last_epoch']!r:.20}, but the run at step {step!r:.20}"
+    saved, groups = state["param_groups"], optimizer.state_dict()["param_groups"]
+    settings = [(group, key) for group in range(len(groups)) for key in groups[group] if key not in RATES]
+    if len(saved) != len(groups) or any(_plain(saved[i].get(key)) != _plain(groups[i][key]) for i, key in settings):
+        yield "the settings of its optimiser are others"
+    if (schedule["base_lrs"], schedule["last_epoch"]) != ([group["lr"] for group in groups], checkpoint["global_step"]):
+        yield "its schedule stands elsewhere"
 
 
-def _wrong_places(checkpoint: Mapping[str, Any], trainer: lightning.Trainer) -> Iterator[str]:
-    """Yield the entries that the trainer, its callbacks and the random number generators could not load."""
-    for part in ("loops", "callbacks"):
-        if not checkpoint[part]:
-            yield f"{part} is missing"
-    yield from _unlike(trainer.fit_loop.state_dict(), checkpoint["loops"]["fit_loop"], "loops.fit_loop")
-    for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-        if callback.state_key in checkpoint["callbacks"]:
-            yield from _unlike(callback.state_dict(), checkpoint["callbacks"][callback.state_key], "callbacks")
-    states = checkpoint.get(STATE, {}).get("random")
-    if states is not None:
-        cpu, states_before = torch.device("cpu"), random_states(torch.device("cpu"))
-        try:
-            restore_random_states(states, cpu)
-        except Exception as error:  # whatever PyTorch, Python and numpy say to it
-            yield f"{STATE}.random cannot be taken up ({error!r:.80})"
-        finally:
-            restore_random_states(states_before, cpu)
-
-
-def _unlike(own: Any, saved: Any, place: str) -> Iterator[str]:
-    """Yield the places where the saved value is missing, or is no number or mapping although the value here is."""
-    if isinstance(own, Mapping):
-        if not isinstance(saved, Mapping):
-            yield f"{place} is {saved!r:.40}"
-            return
-        for key, value in own.items():
-            if key in saved:
-                yield from _unlike(value, saved[key], f"{place}.{key}")
-            else:
-                yield f"{place}.{key} is missing"
-    elif isinstance(own, bool | int | float) and not isinstance(saved, bool | int | float):
-        yield f"{place} is {saved!r:.40}, but has to be a number"
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _kind(shape: tuple[int, ...], dtype: torch.dtype) -> str:
