@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 
 from gsm.analysis import overlap
 from gsm.config.check import flat
-from gsm.config.command_line import again, shown
+from gsm.config.command_line import again
 from gsm.config.decisive import LOCAL, decides
 from gsm.config.load import (
     LAST,
@@ -86,8 +85,7 @@ def train(config: Mapping[str, Any], differ: Sequence[str] = ()) -> dict[str, An
             folder.
         FloatingPointError: the loss or its gradient is not finite any more.
         OSError: a file cannot be written; the error names it.
-        SystemExit: a signal has interrupted it, with 128 + the signal's number, or another rank is gone, with the
-            command that goes on.
+        SystemExit: a signal has interrupted it, with 128 + the signal's number.
     """
     quiet()
     leads, folder = ranks.rank() == 0, Path(config["folder"])
@@ -222,15 +220,12 @@ def _fit(parts: Parts, start: Start) -> None:
     for interruption in find(trainer, Interruption) if trainer.is_global_zero else ():
         interruption.farewell = functools.partial(_farewell, parts)
 
-    def complain(gone: list[int]) -> None:
-        print(_abandoned(parts, gone), file=sys.stderr, flush=True)
-
     def say_farewell() -> None:
         if trainer.is_global_zero:
             print(_farewell(parts), flush=True)
 
     try:
-        with ranks.before_lightning_kills(complain), leaving_with_this():
+        with leaving_with_this():
             trainer.fit(parts.task, datamodule=parts.data, ckpt_path=start.checkpoint, weights_only=True)
         if start.checkpoint and not goes_on_here and start.step >= trainer.max_steps:
             # Lightning has skipped all hooks: there is no curve and no last.ckpt yet.
@@ -250,12 +245,6 @@ def _fit(parts: Parts, start: Start) -> None:
         raise CheckpointError(
             f"{error}; resume=PATH goes on from another checkpoint, resume=never starts over"
         ) from error
-    except RuntimeError as error:
-        gone = ranks.gone(error)
-        if not gone:
-            raise
-        first = min(set(range(trainer.world_size)) - set(gone))
-        raise SystemExit(_abandoned(parts, gone) if trainer.global_rank == first else 1) from error
 
 
 def _exit_code(stop: SystemExit) -> int:
@@ -263,23 +252,6 @@ def _exit_code(stop: SystemExit) -> int:
     if isinstance(stop, Interrupted):
         return 128 + stop.signal
     return 128 + (signal.SIGTERM if isinstance(stop, SIGTERMException) else signal.SIGINT)
-
-
-def _abandoned(parts: Parts, gone: list[int]) -> str:
-    """Return the error of the ranks that are left: who has ended, the last checkpoint, and the command that goes on."""
-    who = f"rank {gone[0]} of {parts.trainer.world_size} has" if gone else "a rank has"
-    if len(gone) > 1:  # the others may be waiting for it
-        who = f"one of ranks {', '.join(map(str, gone))}, of {parts.trainer.world_size} in all, has"
-    last = next((latest.path for latest in find(parts.trainer, Latest)), None)
-    left = "there is no checkpoint yet; to start over:"
-    if last and last.is_file():
-        step = ""
-        with contextlib.suppress(CheckpointError):  # its parts may be half removed; the lost rank matters more
-            step = f", of step {read_checkpoint(last, mmap=True)['global_step']}"
-        left = f"the last checkpoint is {shown(last)}{step}; to go on:"
-    return (
-        f"error: {who} ended (by a signal, for lack of memory, or with an error above); {left}\n  {again(saved=True)}"
-    )
 
 
 def _farewell(parts: Parts) -> str:

@@ -17,7 +17,7 @@ from torch.distributed.constants import default_pg_timeout
 from gsm.config.check import ConfigError
 from gsm.config.load import construct, instantiate, sketch
 from gsm.errors import within
-from gsm.layers.experts import Experts, ways_to_divide, width_of_weights
+from gsm.layers.experts import Experts, ways_to_divide
 from gsm.training.callbacks import find
 from gsm.training.callbacks.checkpoints import Latest, WholeFiles
 from gsm.training.callbacks.interruption import Interruption
@@ -29,38 +29,14 @@ from gsm.training.module import LanguageModeling
 from gsm.training.resume import ResumeState
 from gsm_kernels.launch import unready
 
-ENDS = "a run ends after trainer.max_steps, as its learning rate is a function of their number. Use trainer.max_steps"
-PASSES = "the order of the data goes on through all passes"
-# Every argument of Lightning's Trainer. None: a run takes it. Else: the values that change nothing, and why any other
-# is refused.
-ARGUMENTS: dict[str, tuple[tuple[Any, ...], str] | None] = {
-    **dict.fromkeys(("accelerator", "devices", "num_nodes", "precision", "plugins", "max_steps")),
-    **dict.fromkeys(("limit_train_batches", "limit_val_batches", "val_check_interval", "num_sanity_val_steps")),
-    **dict.fromkeys(("log_every_n_steps", "enable_progress_bar", "enable_model_summary", "gradient_clip_val")),
-    **dict.fromkeys(("deterministic", "benchmark", "inference_mode", "detect_anomaly", "use_distributed_sampler")),
-    "reload_dataloaders_every_n_epochs": None,
-    "strategy": (
-        ("auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false"),
-        "the model was never trained that way. Use trainer=ddp, trainer=fsdp or trainer=context",
-    ),
-    **dict.fromkeys(("max_epochs", "max_time", "min_epochs", "min_steps"), ((), ENDS)),
-    "accumulate_grad_batches": ((), "it follows from global_batch. Use global_batch, the sequences of a step"),
-    "check_val_every_n_epoch": ((), f"{PASSES}. Use trainer.val_check_interval, in steps"),
-    "overfit_batches": ((0,), f"{PASSES}. Use data.max_tokens to train on a little text again and again"),
-    "fast_dev_run": ((False, 0), "it cuts a step into pieces. Use trainer.max_steps=1 data.validation_sequences=8"),
-    "barebones": ((False,), "a run logs and saves. Use logger=csv callbacks.latest=null callbacks.best=null"),
-    "limit_test_batches": ((1.0,), "a run has no test set. Use evaluate.py"),
-    "limit_predict_batches": ((1.0,), "a run predicts nothing. Use evaluate.py or generate.py"),
-    "gradient_clip_algorithm": (("norm",), "gradients are clipped by their norm. Leave it out"),
-    "sync_batchnorm": ((False,), "no model has a batch norm. Leave it out"),
-    "profiler": ((), "its table would not be printed. Use profile=true"),
-    "logger": ((), "the group logger holds them. Use logger=csv, or logger.NAME._target_"),
-    "callbacks": ((), "the group callbacks holds them. Use callbacks.NAME._target_"),
-    "enable_checkpointing": ((), "callbacks.latest and callbacks.best save. Use callbacks.best=null to save less"),
-    "enable_autolog_hparams": ((True,), "loggers get the hyper-parameters from a callback. Leave it out"),
-    "model_registry": ((), "checkpoints stay in the folder of the run. Use export.py for a model to upload"),
-    "default_root_dir": ((), "everything goes to the folder of the run. Use folder or logs"),
+# Arguments of Lightning's Trainer that a run takes; docs/training.md has the ways in place of the others.
+TAKEN = {
+    *("accelerator", "devices", "num_nodes", "strategy", "precision", "plugins", "max_steps", "val_check_interval"),
+    *("limit_train_batches", "limit_val_batches", "num_sanity_val_steps", "log_every_n_steps", "gradient_clip_val"),
+    *("enable_progress_bar", "enable_model_summary", "deterministic", "benchmark", "inference_mode"),
+    *("detect_anomaly", "use_distributed_sampler", "reload_dataloaders_every_n_epochs"),
 }
+STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false")  # by name
 # Ranges of numbers, both ends included; None: no end.
 RANGES: dict[str, tuple[float, float | None]] = {
     "max_steps": (1, None),
@@ -72,7 +48,6 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "val_check_interval": (1, None),
     "num_sanity_val_steps": (-1, None),
 }
-UNTRIED = ((), "this version of Lightning is newer than the project. Leave it out")
 MACHINE = ("accelerator", "context")  # where another machine may train
 
 
@@ -282,7 +257,8 @@ def refuse_divided(trainer: lightning.Trainer, task: LanguageModeling) -> None:
                 f"compile=true is not allowed because a compiler cannot follow the exchange of {name}={count}. Use "
                 f"compile=false, or {name}=1."
             )
-    refuse_shared_experts(trainer, task, trainer.strategy.experts)
+    parts = [part for part in task.model.modules() if isinstance(part, Experts)]
+    refuse_shared_experts(parts, trainer.strategy.experts, trainer.world_size)
     if not find(trainer, Latest):
         raise ConfigError(
             "callbacks.latest=null is not allowed because trainer=fsdp concludes a run from its last checkpoint. Use "
@@ -290,48 +266,18 @@ def refuse_divided(trainer: lightning.Trainer, task: LanguageModeling) -> None:
         )
 
 
-def refuse_shared_experts(trainer: lightning.Trainer, task: LanguageModeling, ranks: int) -> None:
-    """Raise ConfigError for experts that cannot be divided among this number of ranks, with the numbers that fit."""
-    if ranks == 1:
-        return
-    parts = [part for part in task.model.modules() if isinstance(part, Experts)]
-    if not parts:
+def refuse_shared_experts(parts: Sequence[Experts], ranks: int, world: int) -> None:
+    """Raise ConfigError for experts that ``ranks`` neighbours of all ``world`` ranks cannot divide."""
+    ways = ways_to_divide(parts, world)
+    if ranks not in ways:
         raise ConfigError(
-            f"trainer.strategy.experts={ranks} is not allowed because the model has no experts. Use 1, or "
-            "model/feed_forward=moe."
+            f"trainer.strategy.experts={ranks} is not allowed because {world} devices cannot divide the experts by it. "
+            f"Use {' or '.join(map(str, ways))}."
         )
-    world, ways = trainer.world_size, ways_to_divide(parts, trainer.world_size)
-    if ranks in ways:
-        return
-    remedy = f"Use {_one_of(ways)}" if len(ways) > 1 else _other_devices(parts, ranks, world)
-    refused = f"trainer.strategy.experts={ranks} is not allowed because"
-    for count, name in [(world, "devices that train together"), *((part.experts, "experts") for part in parts)]:
-        if count % ranks:
-            raise ConfigError(f"{refused} it does not divide the {count} {name}. {remedy}.")
-    raise ConfigError(
-        f"{refused} the {world // ranks} ranks with the same experts cannot divide their widths of "
-        f"{' and '.join(map(str, width_of_weights(parts)))}. {remedy}."
-    )
-
-
-def _one_of(numbers: Sequence[int]) -> str:
-    return f"one of {', '.join(map(str, numbers))}"
-
-
-def _other_devices(parts: Sequence[Experts], ranks: int, world: int) -> str:
-    """Return the remedy where this number of devices cannot divide the experts: the nearest numbers that fit."""
-    sentence = "Use 1 (undivided experts)"
-    fitting = [(ranks, n) for n in range(2, max(world, ranks) + 1) if ranks in ways_to_divide(parts, n)]
-    if not fitting:
-        fitting = [(ways[-1], n) for n in range(2, world) if len(ways := ways_to_divide(parts, n)) > 1]
-    if not fitting:
-        return sentence
-    number, devices = fitting[-1]
-    return f"{sentence}, or {devices} devices" + (f" with {number}" if number != ranks else "")
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the Trainer is made with. Raises ConfigError for an argument that a run does not take (`ARGUMENTS`)."""
+    """What the Trainer is made with. Raises ConfigError for an argument that a run does not take."""
     chosen = dict(config["trainer"])
     refuse_numbers(chosen)
     context, strategy = chosen.pop("context", None), chosen.get("strategy")
@@ -366,10 +312,17 @@ def refuse_numbers(chosen: Mapping[str, Any]) -> None:
 def refuse_arguments(chosen: Mapping[str, Any]) -> None:
     """Raises ConfigError for an argument of the Trainer that a run does not take, or not with this value."""
     for name, value in chosen.items():
-        neutral, reason = ARGUMENTS.get(name, UNTRIED) or ((value,), "")
-        is_part = name == "strategy" and isinstance(value, Mapping)
-        if not (name.startswith("_") or value is None or value in neutral or is_part):
-            raise ConfigError(f"trainer.{name}={value!s:.40} is not allowed because {reason}.")
+        if not (name in TAKEN or name.startswith("_") or value is None):
+            raise ConfigError(
+                f"trainer.{name}={value!s:.40} is not allowed because a run does not take it. Use "
+                f"{', '.join(sorted(TAKEN))}, or the way in docs/training.md."
+            )
+    strategy = chosen.get("strategy")
+    if not (strategy is None or strategy in STRATEGIES or isinstance(strategy, Mapping)):
+        raise ConfigError(
+            f"trainer.strategy={strategy!s:.40} is not allowed because no model was trained with it. Use trainer=ddp, "
+            "trainer=fsdp or trainer=context."
+        )
     interval, accelerator = chosen.get("val_check_interval"), chosen.get("accelerator")
     if type(interval) is not int:
         raise ConfigError(

@@ -1,14 +1,10 @@
-"""The ranks of a run: the number of this process, decisions of the leading rank for all, and ranks that are gone."""
+"""The ranks of a run: the number of this process, and decisions of the leading rank for all."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import pickle
-import re
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,11 +16,8 @@ if TYPE_CHECKING:
     import lightning
 
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")  # torchrun's, Lightning's own, srun's, jsrun's
-BROKEN = re.compile(r"gloo|nccl|connection (was )?(closed|reset)|broken pipe|process ?group", re.IGNORECASE)
-PATIENCE = 5.0  # seconds that ranks wait for one another to answer
 # How long ranks wait for the leading one: while it decides (it may tokenise the text), and while it ends.
 PREPARING, ENDING = timedelta(days=7), timedelta(minutes=1)
-OBSERVER = "lightning.fabric.strategies.launchers.subprocess_script"
 Decision = TypeVar("Decision")
 
 
@@ -127,52 +120,3 @@ def portable(error: Exception) -> Exception:
     except Exception:  # any attribute or constructor may refuse to be copied
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
-
-
-def gone(error: BaseException, patience: float = PATIENCE) -> list[int]:
-    """Return the ranks that do not answer any more; to be called after a collective has failed with ``error``.
-
-    At least one rank has ended. Others may only be waiting and notice nothing: in a ring of four, rank 1 hears that
-    rank 0 is gone, and ranks 2 and 3 go on waiting.
-
-    Return [] for an error that is not about a connection: it is this rank's own.
-    """
-    if not BROKEN.search(str(error)) or not torch.distributed.is_initialized():
-        return []
-    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    try:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = torch.distributed.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=patience))
-        # torchrun keeps one store for all its restarts, and the answers of an earlier one in it.
-        answers = f"gsm/answers/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-        store.set(f"{answers}/{rank}", "")
-        end = time.monotonic() + patience
-        while absent := [other for other in range(world) if not store.check([f"{answers}/{other}"])]:
-            if time.monotonic() > end:
-                break
-            time.sleep(0.1)
-        return absent
-    except RuntimeError:  # nobody is at home where all of them had met: with the leader
-        return [0]
-
-
-@contextlib.contextmanager
-def before_lightning_kills(say: Callable[[list[int]], None]) -> Iterator[None]:
-    """Has ``say`` called with the rank that has failed, before Lightning kills all other processes that it has started.
-
-    Lightning looks at its processes every few seconds, and kills this one too as soon as another has ended with an
-    error. This process needs a moment to notice the failure, to save its state, and to report it.
-    """
-
-    def wait(record: logging.LogRecord) -> bool:
-        match = re.search(r"rank: (\d+)", record.getMessage())
-        time.sleep(2 * PATIENCE)  # a daemon's thread: the process ends meanwhile if it can
-        say([int(match[1])] if match else [])
-        return False
-
-    observer = logging.getLogger(OBSERVER)
-    observer.addFilter(wait)
-    try:
-        yield
-    finally:
-        observer.removeFilter(wait)
