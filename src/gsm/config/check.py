@@ -65,8 +65,6 @@ def check(config: Mapping[str, Any], reference: Mapping[str, Any]) -> None:
             raise unknown("key", key, reference, "the configuration")
         if isinstance(reference[key], int) and not fits(value, type(reference[key])):
             raise ConfigError(f"{key} is {value!r} ({type(value).__name__}), but takes {type(reference[key]).__name__}")
-        if isinstance(reference[key], Mapping) and "_target_" in reference[key] and not isinstance(value, Mapping):
-            raise ConfigError(f"{key} is {value!r:.40}, but a run needs one")
         if isinstance(value, Mapping):
             _check_mapping(value, reference[key], key)
 

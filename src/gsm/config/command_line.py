@@ -71,14 +71,9 @@ def prepare(script: str = "train", part: str | None = None) -> None:
         return
     with errors_as_sentences():
         if strange:
-            plain = strange[0].lstrip("-")
-            if plain == strange[0]:
-                raise ConfigError(
-                    f"{plain} is not allowed because it stands behind a flag. Use flags, such as -m, last."
-                )
             raise ConfigError(
-                f"{strange[0]} is not allowed because it is no option. Use {plain if '=' in plain else f'{plain}=...'} "
-                "without dashes for a value, and put flags last; see --help."
+                f"{strange[0]} is not allowed because it is no flag, or stands behind one. Use values without dashes, "
+                "such as seed=1, and put flags, such as -m, last; see --help."
             )
         for word in parsed.overrides:
             check_readable(word)
@@ -279,8 +274,9 @@ def again(saved: bool = False) -> str:
     words = [word for word in sys.argv[1:] if word != "resume=never" and word.lower() not in FORCED]
     words = [word for word in words if word != search(paths.config_folders()[1:])]
     words = [word for word in words if not (saved and word.startswith("resume="))]
-    installed = not paths.in_clone() and "TORCHELASTIC_RUN_ID" not in os.environ
-    program = [_found("gsm-train")] if installed else [*_starter(), shown(sys.argv[0])]
+    program = [_found("python"), shown(sys.argv[0])] if paths.in_clone() else [_found("gsm-train")]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        program = ["torchrun", "...", shown(sys.argv[0])]
     return shlex.join([*program, *words])
 
 
@@ -310,15 +306,6 @@ def shown(path: str | os.PathLike[str]) -> str:
 def _found(program: str) -> str:
     own = Path(sys.executable).parent / program
     return program if shutil.which(program) == str(own) else shown(own)
-
-
-def _starter() -> list[str]:
-    """What starts a script: Python, or torchrun with as many processes."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return [_found("python")]
-    here, everywhere = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
-    nodes = [f"--nnodes={everywhere // here}", "..."] if everywhere > here else []
-    return ["torchrun", *nodes, f"--nproc-per-node={here}"]
 
 
 @contextlib.contextmanager

@@ -78,8 +78,7 @@ def finish(config: DictConfig, folders: Sequence[Path], script: str = "train") -
             )
     for group in NEEDED if script == "train" else ():
         if config.get(group) is None:
-            variants = ", ".join(sorted(groups[group]))
-            raise ConfigError(f"{group}=null is not allowed because a run needs one. Use one of {variants}.")
+            raise ConfigError(f"{group}=null is not allowed because a run needs one. Use a variant of {group}=.")
     if "experiment" in config and choices.get("experiment"):
         raise ConfigError(
             f"experiment/{choices['experiment']}.yaml has to begin with the line '# @package _global_': save it so, as "
@@ -169,7 +168,7 @@ def explain(error: BaseException, overrides: Sequence[str], folders: Sequence[Pa
         return str(error)
     text, groups = " ".join(str(error).partition("Config search path:")[0].split()), groups_of(folders)
     if text.startswith(("Config group override must be", "Config group override deletion value")):
-        return _no_name(overrides, groups)
+        return _no_name(overrides, groups) or text
     if not isinstance(error, HydraException):
         is_of_yaml = isinstance(error, YAMLError | UnicodeDecodeError | OSError | RecursionError)
         return "; ".join(unreadable(folders)) or None if is_of_yaml else None
@@ -193,19 +192,13 @@ def explain(error: BaseException, overrides: Sequence[str], folders: Sequence[Pa
 
 
 def _no_name(overrides: Sequence[str], groups: Mapping[str, set[str]]) -> str:
-    """Return the sentence that refuses a value of a group which is no name of a variant."""
+    """Return the sentence that refuses a value of a group which is no name of a variant; empty without one."""
     for word in overrides:
-        key, _, value = word.partition("=")
-        group = key.lstrip("+~")
+        group, _, value = word.lstrip("+~").partition("=")
         if group in groups and (value == "null" or not PLAIN.fullmatch(value)):
             variants = ", ".join(sorted(groups[group]))
-            if group in NEEDED:
-                return f"{word} is not allowed because a run needs one. Use {group}= with one of {variants}."
-            return (
-                f"{word} is not allowed because a group takes a name. Use {group}= with one of {variants}, or ~{group} "
-                "to leave it out."
-            )
-    return "a group takes a name. Use group=variant, or ~group to leave it out."
+            return f"{word} is not allowed because a group takes a name. Use {group}= with one of {variants}."
+    return ""
 
 
 def _unreadable(override: str) -> str:

@@ -90,22 +90,16 @@ def mapping(file: Path) -> Mapping[str, Any]:
 
 
 def unreadable(folders: Sequence[Path]) -> list[str]:
-    """A sentence for each yaml in these folders that Hydra cannot read."""
-    found = []
+    """Return a sentence for each yaml in these folders that Hydra cannot read."""
+    sentences = []
     for file in (file for folder in folders for file in paths.yamls(folder)):
         try:
-            loaded = OmegaConf.load(file)
-        except UnicodeDecodeError:
-            found.append(f"{file} is not UTF-8: save it as UTF-8")
-        except yaml.MarkedYAMLError as error:
-            line = f"in line {error.problem_mark.line + 1} " if error.problem_mark else ""
-            found.append(f"{file} is not yaml, as {line}{error.problem}: correct that line")
+            reason = "" if OmegaConf.is_dict(OmegaConf.load(file)) else "it holds no keys"
         except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
-            found.append(f"{file} cannot be read ({' '.join(str(error).split()):.200}): write keys and values in it")
-        else:
-            if not OmegaConf.is_dict(loaded):
-                found.append(f"{file} holds no keys: write keys and values in it")
-    return found
+            reason = " ".join(str(error).split())
+        if reason:
+            sentences.append(f"{file} cannot be read ({reason:.400}). Use UTF-8, and yaml of keys and values.")
+    return sentences
 
 
 def reference(script: str, folders: Sequence[Path]) -> dict[str, Any]:
