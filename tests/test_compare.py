@@ -108,27 +108,18 @@ def test_arms_of_one_name_in_two_experiments_are_told_apart(tmp_path: Path, expe
     assert (tmp_path / "logs/comparison.md").is_file(), "in the folder above both"
 
 
-@pytest.mark.parametrize("layout", ["two experiments", "one folder of runs"])
-def test_two_tasks_are_columns_and_differences_stay_within_each(layout: str, tmp_path: Path):
+def test_differences_stay_within_a_task(tmp_path: Path):
     """A difference was taken between the arms of one task and the first arm of another."""
     values = {"recall": {"additive": 0.9, "gated": 0.95}, "needle": {"additive": 0.6, "gated": 0.5}}
     for data, arms in values.items():
         for arm, value in arms.items():
             for seed in range(3):
                 facts = {"choices": {"data": data}, "fingerprint": {"task": data.title()}}
-                together = layout == "one folder of runs"
-                name = (tmp_path / "logs/default", f"{arm}-data_{data}") if together else (tmp_path / data, arm)
-                write_run(*name, seed, value + seed / 1000, **facts)
-    places = [tmp_path / "logs/default"] if layout == "one folder of runs" else [tmp_path / data for data in values]
-    table = compare(*map(str, places), columns="accuracy", output=str(tmp_path))
-    assert set(table.columns) == {"recall.accuracy", "needle.accuracy"}
-    assert [(row.arm, row.runs) for row in table.rows] == [("additive", 6), ("gated", 6)]
-    found = {column: cell.mean for column, cell in table.differences()["gated"].items()}
-    assert found == {"recall.accuracy": pytest.approx(0.05), "needle.accuracy": pytest.approx(-0.1)}
-    assert table.plain()["arms"]["gated"]["seeds"]["1"]["needle.accuracy"] == pytest.approx(0.501)
-    assert [grid[0][0] for grid in table.grids()] == ["arm", *table.columns, "minus additive"]
-    text = (tmp_path / "comparison.md").read_text()
-    assert "needle.accuracy (higher is better), beside additive: worse: gated" in text and "with care" not in text
+                write_run(tmp_path / data, arm, seed, value + seed / 1000, **facts)
+    table = compare(*(str(tmp_path / data) for data in values), columns="accuracy", output=str(tmp_path))
+    assert [row.arm for row in table.rows] == [f"{data}/{arm}" for data, arms in values.items() for arm in arms]
+    assert [cells["accuracy"].count for cells in table.differences().values()] == [3, 0, 0]
+    assert table.differences()["recall/gated"]["accuracy"].mean == pytest.approx(0.05)
 
 
 def test_arms_of_one_task_each_are_not_subtracted_from_one_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -16,7 +16,7 @@ from gsm.config.command_line import command
 from gsm.config.command_line import shown as shown_path
 from gsm.experiments import rows
 from gsm.experiments.page import Picture, Report
-from gsm.experiments.table import COLUMNS, FOOTNOTE, RunSummary, Table, read_runs, summarise, with_tasks
+from gsm.experiments.table import COLUMNS, FOOTNOTE, RunSummary, Table, read_runs, summarise
 from gsm.files import damage, read_json, replacing
 from gsm.training.callbacks.metrics_file import read_metrics
 
@@ -46,9 +46,8 @@ def compare(
     """Print finished runs side by side, and write that with pictures to comparison.html, .md, .csv, .json and .png.
 
     Shown are the mean and the spread over the seeds of every arm, differences to the first arm seed by seed, learning
-    curves, and which runs are not finished. Where arms were trained on several tasks (data=), each task has columns of
-    its own, and differences are within a task. Every finished run counts, also one that was trained with other settings
-    than the experiment's last command (results.md leaves those out).
+    curves, and which runs are not finished. Differences are within a task (data=). Every finished run counts, also one
+    that was trained with other settings than the experiment's last command (results.md leaves those out).
 
     Args:
         folders: of experiments, logs/<name>; arms of one name in several of them get the experiment's name in front
@@ -77,13 +76,10 @@ def compare(
     if against and against not in arms:
         raise unknown("arm", against, arms, "the finished runs")
     chosen = [name.strip() for name in columns.strip("[]").split(",") if name.strip()] or _columns(places, finished)
-    tasks = _tasks(finished)
     known = {name for run in finished for name in _keys(run.summary) if run.value(name) is not None}
-    known |= {f"{run.task}.{name}" for run in finished if tasks for name in known if run.value(name) is not None}
     for column in [*chosen, *([x, y] if x else [])]:
         if column not in known:
             raise unknown("column", column, known, "the summaries")
-    chosen = _by_task(chosen, finished, tasks)
     table = summarise(finished, chosen, sorted(arms, key=lambda arm: arm != against))
     table = replace(table, tuned=_tuned(table.runs))
     notes = [sentence for place in places if (sentence := damage(place / CONTENTS))]
@@ -125,40 +121,14 @@ def _collect(folders: Sequence[Path]) -> list[RunSummary]:
 def _named(folders: Sequence[Path]) -> list[RunSummary]:
     """Return all runs of these experiments, finished or not, in their order; arms of one name in several folders get
     the folder's name in front."""
-    read = with_tasks(run for folder in folders for run in _in_order(folder))
-    read = [*map(_one_name, read)] if len({run.task for run in read}) > 1 else read
-    by_folder = {folder: [run for run in read if run.folder.parent.parent == folder] for folder in folders}
-    times = Counter(pair for runs in by_folder.values() for pair in {(run.arm, run.task) for run in runs})
+    by_folder = {folder: _in_order(folder) for folder in folders}
+    times = Counter(arm for runs in by_folder.values() for arm in {run.arm for run in runs})
     names, short = Counter(folder.name for folder in by_folder), plots.short(folder.name for folder in by_folder)
     all_runs = []
     for folder, runs in by_folder.items():
         before = short[folder.name] if names[folder.name] == 1 else shown_path(folder)
-        several = {run.arm for run in runs if times[run.arm, run.task] > 1}
-        all_runs += [replace(run, arm=f"{before}/{run.arm}") if run.arm in several else run for run in runs]
+        all_runs += [replace(run, arm=f"{before}/{run.arm}") if times[run.arm] > 1 else run for run in runs]
     return all_runs
-
-
-def _one_name(run: RunSummary) -> RunSummary:
-    """Return the run with an arm that is not named after its data, so that it is one arm on every task."""
-    choices = run.summary.get("choices")
-    data = choices.get("data") if isinstance(choices, Mapping) else None
-    shorter = run.arm.replace(f"-data_{data}", "")
-    taken = (run.folder.parent.parent / shorter).exists()
-    return run if taken else replace(run, arm=shorter)
-
-
-def _tasks(runs: Sequence[RunSummary]) -> list[str]:
-    """Return the tasks of these runs, if an arm has several: only then a table has columns for each."""
-    pairs = dict.fromkeys((run.arm, run.task) for run in runs)
-    several = max(Counter(arm for arm, _ in pairs).values(), default=0) > 1
-    return list(dict.fromkeys(task for _, task in pairs)) if several else []
-
-
-def _by_task(columns: Sequence[str], runs: Sequence[RunSummary], tasks: Sequence[str]) -> list[str]:
-    """Return the columns of every task that has a value for them; unchanged without ``tasks``."""
-    of = {task: [run for run in runs if run.task == task] for task in tasks}
-    own = [column for column in columns if column.partition(".")[0] in of]
-    return [f"{task}.{c}" for c in columns for task in of if c not in own and _numbers(of[task], c)] + own or [*columns]
 
 
 def unfinished(folders: Sequence[Path]) -> list[str]:
@@ -230,7 +200,7 @@ def write(
         OSError: a file cannot be written; the error names it.
     """
     by_arm = {row.arm: [run for run in table.runs if run.arm == row.arm] for row in table.rows}
-    learned = _curves(by_arm, metric, axis, _tasks(table.runs))
+    learned = _curves(by_arm, metric, axis)
     metric, curves = next(iter(learned.items()))
     points = {arm: _points(runs, x, y) for arm, runs in by_arm.items()} if x else {}
     drawn: dict[str, Picture] = {}
@@ -352,9 +322,8 @@ def _tested(by_arm: ByArm, key: str) -> dict[str, dict[str, list[dict[int, float
     return tasks
 
 
-def _curves(by_arm: ByArm, metric: str, axis: str, tasks: Sequence[str]) -> dict[str, Curves]:
-    """Return the learning curves of every run, by arm, of this metric; without one, of validation and of training; for
-    each of the ``tasks``, with its name before the metric.
+def _curves(by_arm: ByArm, metric: str, axis: str) -> dict[str, Curves]:
+    """Return the learning curves of every run, by arm, of this metric; without one, of validation and of training.
 
     Raises ConfigError.
     """
@@ -366,15 +335,15 @@ def _curves(by_arm: ByArm, metric: str, axis: str, tasks: Sequence[str]) -> dict
     known = {name for found in metrics.values() for name in found}
     if metric and metric not in known:
         raise unknown("metric", metric, known, "metrics.csv")
-    every = {}
-    for task in tasks or [""]:
-        own = {arm: [run for run in runs if not task or run.task == task] for arm, runs in by_arm.items()}
-        known = {name for runs in own.values() for run in runs for name in metrics[run.folder]}
-        held_out = "val/accuracy" if "val/accuracy" in known else "val/loss"
-        for name in [metric] if metric else [held_out, *({"train/loss"} & known)]:
-            curves = {arm: [_curve(metrics[run.folder], name, axis) for run in runs] for arm, runs in own.items()}
-            every[f"{task}.{name}" if task else name] = curves
-    return {name: {arm: [*filter(None, found)] for arm, found in arms.items()} for name, arms in every.items()}
+    held_out = "val/accuracy" if "val/accuracy" in known else "val/loss"
+    names = [metric] if metric else [held_out, *({"train/loss"} & known)]
+    return {
+        name: {
+            arm: [curve for run in runs if (curve := _curve(metrics[run.folder], name, axis))]
+            for arm, runs in by_arm.items()
+        }
+        for name in names
+    }
 
 
 def _curve(metrics: Mapping[str, Mapping[int, float]], name: str, axis: str) -> dict[float, float]:

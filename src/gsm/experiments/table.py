@@ -45,7 +45,7 @@ class RunSummary:
     seed: int
     folder: Path
     summary: dict[str, Any]
-    task: str = ""  # the name that `with_tasks` gives its data; its columns may begin with it: needle.accuracy
+    task: str = ""  # the name that `with_tasks` gives its data
 
     @property
     def finished(self) -> bool:
@@ -60,8 +60,6 @@ class RunSummary:
     def number(self, column: str) -> float | None:
         """Return the same, finite or not."""
         found: Any = self.summary
-        if self.task:
-            column = column.removeprefix(f"{self.task}.")
         for part in column.split("."):
             found = found.get(part) if isinstance(found, dict) else None
         return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
@@ -105,7 +103,7 @@ class Table:
             [row.arm, str(row.runs), *self._values(row.arm), *map(str, row.cells.values())] for row in self.rows
         ]
         seeds = sorted({run.seed for run in self.runs})
-        for column in self.leading() if len(seeds) > 1 else []:
+        for column in self.columns[:1] if len(seeds) > 1 else ():
             first = {(run.arm, run.seed): run.value(column) for run in self.runs if run.value(column) is not None}
             rows = [[row.arm, *(shown(first.get((row.arm, seed))) for seed in seeds)] for row in self.rows]
             grids.append([[column, *(f"seed {seed}" for seed in seeds)], *rows])
@@ -119,39 +117,26 @@ class Table:
             grids.append([[f"minus {self.rows[0].arm}", "seeds", *self.columns], *rows])
         return grids
 
-    def leading(self) -> list[str]:
-        """Return the first column; with several tasks the first of each."""
-        tasks = {run.task for run in self.runs}
-        first: dict[str, str] = {}
-        for column in self.columns:
-            head = column.partition(".")[0]
-            first.setdefault(head if head in tasks else "", column)
-        return list(first.values())
-
     def verdicts(self) -> list[str]:
-        """Return a sentence for each leading column: arms that differ from the first, by a paired t-test at 95 %."""
-        differences, sentences = self.differences(), []
-        for column in self.leading():
-            direction = _meaning(column)[1].rpartition("; ")[2]
-            words = {"lower is better": ("better", "worse"), "higher is better": ("worse", "better")}.get(direction)
-            groups: dict[str, list[str]] = {}
-            for arm, cells in differences.items():
-                cell = cells[column]
-                if cell.count:
-                    verdict = (
-                        (words or ("lower", "higher"))[(cell.mean or 0) > 0] if cell.differs else "cannot be told apart"
-                    )
-                    seeds = "one seed" if cell.count == 1 else f"{cell.count} seeds"
-                    groups.setdefault(verdict, []).append(f"{arm} ({cell}, {seeds})")
-            if groups:
-                verdicts = "; ".join(f"{verdict}: {', '.join(arms)}" for verdict, arms in groups.items())
-                title = f"{column} ({direction})" if words else column
-                sentences.append(f"{title}, beside {self.rows[0].arm}: {verdicts}")
-        return sentences
+        """Return a sentence on the first column: arms that differ from the first, by a paired t-test at 95 %."""
+        column = self.columns[0]
+        direction = MEANINGS.get(column, "").rpartition("; ")[2]
+        words = {"lower is better": ("better", "worse"), "higher is better": ("worse", "better")}.get(direction)
+        groups: dict[str, list[str]] = {}
+        for arm, cells in self.differences().items():
+            cell = cells[column]
+            if cell.count:
+                differs = (words or ("lower", "higher"))[(cell.mean or 0) > 0]
+                seeds = "one seed" if cell.count == 1 else f"{cell.count} seeds"
+                verdict = differs if cell.differs else "cannot be told apart"
+                groups.setdefault(verdict, []).append(f"{arm} ({cell}, {seeds})")
+        verdicts = "; ".join(f"{verdict}: {', '.join(arms)}" for verdict, arms in groups.items())
+        title = f"{column} ({direction})" if words else column
+        return [f"{title}, beside {self.rows[0].arm}: {verdicts}"] if groups else []
 
     def meanings(self) -> list[str]:
         """Return a line for each column that needs one."""
-        return [f"{column}: {meaning}" for column, meaning in dict(map(_meaning, self.columns)).items() if meaning]
+        return [f"{column}: {MEANINGS[column]}" for column in self.columns if column in MEANINGS]
 
     def csv(self) -> str:
         """Return one line for each run, with numbers in full."""
@@ -172,11 +157,8 @@ class Table:
         arms: dict[str, Any] = {}
         for row in self.rows:
             cells = {name: _named(cell, "spread") for name, cell in row.cells.items()}
-            seeds: dict[str, dict[str, float | None]] = {}
-            for run in self.runs:
-                if run.arm == row.arm:
-                    values = seeds.setdefault(str(run.seed), dict.fromkeys(self.columns))
-                    values |= {c: value for c in self.columns if (value := run.value(c)) is not None}
+            own = (run for run in self.runs if run.arm == row.arm)
+            seeds = {str(run.seed): {column: run.value(column) for column in self.columns} for run in own}
             tuned = {"tuned": dict(self.tuned[row.arm])} if row.arm in self.tuned else {}
             arms[row.arm] = {"runs": row.runs, **tuned, "columns": cells, "seeds": seeds}
         differences = {
@@ -270,12 +252,6 @@ def summarise(
         own = [run for run in runs if run.arm == name]
         rows.append(Row(name, len(own), {column: over_seeds(run.value(column) for run in own) for column in columns}))
     return Table(tuple(columns), tuple(rows), tuple(runs))
-
-
-def _meaning(column: str) -> tuple[str, str]:
-    """Return a column without its task, and its meaning; empty without one."""
-    key = column if column in MEANINGS else column.partition(".")[2]
-    return (key, MEANINGS[key]) if key in MEANINGS else (column, "")
 
 
 def _named(cell: Cell, spread: str) -> dict[str, Any]:
