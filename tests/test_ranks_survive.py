@@ -219,7 +219,9 @@ def test_one_rank_looks_at_an_earlier_run_and_moves_it_once(
 
 def test_what_the_leading_rank_refuses_ends_all(home: Path, processes: Any, whole: Path):
     """They would wait for it."""
-    codes, said = run(processes, home, "refused", "ddp", no_death, f"resume={whole}", "global_batch=12")
+    codes, said = run(
+        processes, home, "refused", "ddp", no_death, f"start_from={whole}", "start_fresh=false", "global_batch=12"
+    )
     assert codes == [1, 1] and "cannot go on with this configuration: it differs in sequences a step" in said, said
 
 

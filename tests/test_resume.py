@@ -99,10 +99,12 @@ def test_a_broken_checkpoint_is_never_passed_over(home: Path, copy: Path):
     last, best = copy / "checkpoints/last.ckpt", copy / "checkpoints/best.ckpt"
     last.write_bytes(last.read_bytes()[:1000])
     with pytest.raises(
-        CheckpointError, match=r"last.ckpt is truncated.*resume=.*best.ckpt goes on from step \d+, resume"
+        CheckpointError,
+        match=r"last.ckpt is truncated.*start_from=.*best.ckpt start_fresh=false name=NAME goes on from step \d+",
     ):
         prepared(home, copy)
-    assert prepared(home, copy, f"resume={best}").checkpoint == best.resolve()
+    other = [f"folder={copy.with_name('other')}", f"start_from={best}", "start_fresh=false"]
+    assert prepared(home, copy, *other).checkpoint == best
     best.write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"last.ckpt is truncated.*; resume=never starts over$"):
         prepared(home, copy)
@@ -141,7 +143,7 @@ def remembers_and_stops(seen: Path, count: int) -> None:
 @pytest.mark.slow
 def test_a_finished_run_can_be_prolonged_from_its_checkpoint(home: Path, straight: Path, processes: Any):
     log = home / "longer.log"
-    given = arguments(home, "longer", "trainer.max_steps=33", f"resume={straight / 'checkpoints/last.ckpt'}")
+    given = arguments(home, "longer", "trainer.max_steps=33", f"start_from={straight}", "start_fresh=false")
     child = started(processes, given, log, no_death)
     child.join()
     assert child.exitcode == 0, log.read_text()

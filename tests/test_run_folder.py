@@ -36,6 +36,7 @@ from gsm.training.callbacks.metrics_file import MetricsFile, read_metrics
 from gsm.training.distributed import ranks
 from gsm.training.folder import Start, differences, finished, make_room, prepare
 from gsm.training.resume import FORMAT, STATE
+from gsm.training.weights import begins
 
 TEXT = {"corpus": "a" * 64, "tokenizer": "b" * 64, "context": 32}
 SELECTION = {"_target_": "gsm.training.callbacks.selection.DenseFirst", "until": 0.5, "shrink": 0.25}
@@ -62,11 +63,16 @@ def leave(folder: Path, status: str = "interrupted", name: str = "last", **saved
     """What a run leaves that was ended at step 7."""
     path = folder / f"checkpoints/{name}.ckpt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = {"state_dict": {}, "global_step": 7, "fingerprint": TEXT, "origin": None}
+    known = {"state_dict": {}, "global_step": 7, "fingerprint": TEXT}
     known |= {"format": FORMAT, STATE: {"world": 1}}
     torch.save({**known, "hyper_parameters": {"config": config(folder)}, **saved}, path)
     (folder / "summary.json").write_text(json.dumps({"status": status}))
     return path
+
+
+def branch(folder: Path, path: Path, **changes: Any) -> dict[str, Any]:
+    """Return the configuration of a run that goes on from the checkpoint of another one."""
+    return config(folder, start_from=str(path), start_fresh=False, **changes)
 
 
 def begin(config: dict[str, Any], **given: Any) -> Start:
@@ -117,7 +123,7 @@ def test_an_unfinished_run_goes_on_only_with_its_own_text(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"data's corpus \(a{12}\.\.\. there, c{12}\.\.\. here\).*resume=never"):
         prepare(config(folder), fingerprint=other_text)
     with pytest.raises(CheckpointError, match=r"it differs in the data's corpus \(a{12}"):
-        prepare(config(tmp_path / "other", resume=str(last)), fingerprint=other_text)
+        prepare(branch(tmp_path / "other", last), fingerprint=other_text)
     assert last.is_file(), "nothing was moved"
     leave(folder, fingerprint=None)
     assert prepare(config(folder), fingerprint=other_text).checkpoint == last, "an older checkpoint does not say"
@@ -145,9 +151,7 @@ def test_a_finished_run_is_left_as_it_is(tmp_path: Path):
     last = leave(tmp_path / "run", "finished")
     start = prepare(config(tmp_path / "run"), fingerprint=same_text)
     assert start.finished and start.checkpoint is None and "is finished already" in start.sentence
-    began = leave(tmp_path / "began", "finished", origin=str(last))
-    assert prepare(config(tmp_path / "began", resume=str(last)), fingerprint=same_text).finished
-    assert last.is_file() and began.is_file()
+    assert last.is_file()
     assert not prepare(config(tmp_path / "run", resume="never")).finished
 
 
@@ -224,58 +228,32 @@ def test_a_checkpoint_of_another_configuration_is_refused_with_what_differs(
 ):
     last = leave(tmp_path / "old")
     with pytest.raises(CheckpointError, match=f"cannot go on with this configuration: it differs in {said}"):
-        prepare(config(tmp_path / "run", resume=str(last), **changes))
+        prepare(branch(tmp_path / "run", last, **changes))
 
 
-def test_a_run_that_began_with_a_path_is_not_undone_by_the_same_command(tmp_path: Path):
+def test_a_branch_is_not_undone_by_the_same_command(tmp_path: Path):
     """Given again after an interruption, it began at the path once more and threw away what was trained."""
     origin = leave(tmp_path / "pretrained", "finished")
-    given = config(tmp_path / "run", resume=str(tmp_path / "pretrained"))
-    start = prepare(given, fingerprint=same_text)
-    assert (start.checkpoint, start.origin) == (origin, str(origin))
-    last = leave(tmp_path / "run", origin=start.origin)
-    again = prepare(given, fingerprint=same_text)
-    assert (again.checkpoint, again.origin) == (last, str(origin))
-    assert "which began with" in again.sentence
-    without = prepare({**given, "resume": "auto"}, fingerprint=same_text)
-    assert (without.checkpoint, without.origin) == (last, str(origin)), "and the origin is not forgotten"
-    another = leave(tmp_path / "another", "finished")
-    assert begin({**given, "resume": str(another)}, fingerprint=same_text).checkpoint == another
-    assert not last.exists(), "that is another run"
+    given = branch(tmp_path / "run", tmp_path / "pretrained")
+    assert prepare(given, fingerprint=same_text).checkpoint == origin
+    last = leave(tmp_path / "run", started_from=begins(given))
+    assert prepare(given, fingerprint=same_text).checkpoint == last
+    with pytest.raises(CheckpointError, match="the weights it starts from"):
+        prepare(config(tmp_path / "run"), fingerprint=same_text)
 
 
 def test_a_run_that_is_shorter_than_the_checkpoint_it_begins_with_is_refused(tmp_path: Path):
     """It trained nothing, and was called finished with more steps than it had; as many are left to be validated."""
     origin = leave(tmp_path / "old")
-    for words in ({"resume": str(origin)}, {"start_from": str(origin), "start_fresh": False, "resume": "never"}):
-        shorter = config(tmp_path / "run", trainer__max_steps=6, **words)
-        with pytest.raises(CheckpointError, match=f"trainer.max_steps=6 is not allowed because {origin} is of step 7"):
-            prepare(shorter)
-    as_long = config(tmp_path / "run", trainer__max_steps=7, resume=str(origin))
-    assert prepare(as_long).step == 7
+    with pytest.raises(CheckpointError, match=f"trainer.max_steps=6 is not allowed because {origin} is of step 7"):
+        prepare(branch(tmp_path / "run", origin, trainer__max_steps=6))
+    assert prepare(branch(tmp_path / "run", origin, trainer__max_steps=7)).step == 7
 
 
-def test_a_path_inside_of_the_folder_goes_on_from_there_once(tmp_path: Path):
-    leave(tmp_path / "run")
-    best = leave(tmp_path / "run", name="best", global_step=5)
-    given = config(tmp_path / "run", resume=str(best))
-    assert prepare(given).checkpoint == best
-    last = leave(tmp_path / "run", origin=str(best))
-    assert prepare(given).checkpoint == last
-
-
-def test_what_to_type_names_no_path_once_the_run_has_a_checkpoint(monkeypatch: pytest.MonkeyPatch):
+def test_what_to_type_starts_nothing_over(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(command_line.HydraConfig, "initialized", lambda: True)
-    monkeypatch.setattr(sys, "argv", ["train.py", "seed=1", "resume=old run", "force=True", "resume=never"])
-    assert command_line.again().split(" ", 1)[1] == "train.py seed=1 'resume=old run'"
-    assert command_line.again(saved=True).split(" ", 1)[1] == "train.py seed=1"
-
-
-def test_a_run_of_another_length_than_its_checkpoint_says_that_schedules_jump(tmp_path: Path):
-    free = config(tmp_path / "run", resume=str(leave(tmp_path / "old")), trainer__max_steps=40, name="other")
-    free["trainer"]["log_every_n_steps"] = 5
-    start = prepare(free)
-    assert start.sentence.endswith("to have 30 steps: schedules jump to the curve of 40 steps.") and start.step == 7
+    monkeypatch.setattr(sys, "argv", ["train.py", "seed=1", "name=old run", "force=True", "resume=never"])
+    assert command_line.again().split(" ", 1)[1] == "train.py seed=1 'name=old run'"
 
 
 def test_steps_of_other_sequences_are_refused(tmp_path: Path):
@@ -295,7 +273,7 @@ def test_a_step_may_be_divided_otherwise(tmp_path: Path, batch: int, devices: in
     last = leave(tmp_path / "run")
     options = {"trainer__devices": devices, "data__batch_size": batch}
     assert prepare(config(tmp_path / "run", **options), world=world).checkpoint == last
-    assert prepare(config(tmp_path / "other", resume=str(last), **options), world=world).checkpoint == last
+    assert prepare(branch(tmp_path / "other", last, **options), world=world).checkpoint == last
     with pytest.raises(CheckpointError, match=r"differs in sequences a step \(8 there, 24 here"):
         prepare(config(tmp_path / "run", global_batch=24, **options), world=world)
 

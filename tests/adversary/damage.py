@@ -61,7 +61,7 @@ def check_weights(model: torch.nn.Module, world: World) -> None:
 
 def flipped(draw: random.Random, world: World) -> Case:
     """Damage the checkpoint of a run on the disk, then use it."""
-    use = draw.choice(["load_model", "resume", "resume by path", "start_from"])
+    use = draw.choice(["load_model", "resume", "branch", "start_from"])
     how, content = mutate(draw, world.last.read_bytes())
 
     def run(folder: Path) -> None:
@@ -75,7 +75,8 @@ def flipped(draw: random.Random, world: World) -> Case:
             if not same(torch.load(last, weights_only=True)["state_dict"], world.saved["state_dict"]):
                 raise Wrong("it started from other weights than were written")
         else:
-            resume = [f"resume={last}", f"folder={folder / 'new'}"] if "path" in use else [f"folder={folder / 'run'}"]
+            start = [f"start_from={last}", "start_fresh=false"] if use == "branch" else []
+            resume = [*start, f"folder={folder / ('new' if start else 'run')}"]
             if not same(inside.resumed(world.config("resumed", *resume)), world.saved):
                 raise Wrong("it goes on from another content than was written")
 

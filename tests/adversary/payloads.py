@@ -204,5 +204,7 @@ USES: dict[str, Callable[[Path, World, Path], Any]] = {
     "notebook.load": lambda path, world, folder: notebook.load(path.parent.parent)[0],
     "start_from": lambda path, world, folder: _train(world, folder, f"start_from={path}", f"folder={folder / 'new'}"),
     "resume": lambda path, world, folder: _train(world, folder),
-    "resume by path": lambda path, world, folder: _train(world, folder, f"resume={path}", f"folder={folder / 'new'}"),
+    "branch": lambda path, world, folder: _train(
+        world, folder, f"start_from={path}", "start_fresh=false", f"folder={folder / 'new'}"
+    ),
 }

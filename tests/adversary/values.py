@@ -37,7 +37,7 @@ CHOICES: tuple[list[str], ...] = (
     ["model/residual=plain", "data=state_tracking", *SYNTHETIC],
 )
 # test_adversary.py has bad places.
-PLACES = {"name", "arm", "logs", "folder", "data.path", "data.cache_dir", "resume", "start_from"}
+PLACES = {"name", "arm", "logs", "folder", "data.path", "data.cache_dir", "start_from"}
 # Of several runs, or no value to type.
 LEFT_OUT = ("choices.", "model.geometry.", "logger.", "arms", "seeds", "runs", "jobs", "table", "tune")
 UNTYPED = ("_target_", "_partial_", "path", "save_dir")

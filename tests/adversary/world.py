@@ -41,7 +41,7 @@ class World:
         """The run's configuration under another name, the caller's own. Where nothing but places are other, that is
         filled in, as it would be composed: composing takes longer than most cases."""
         given = dict(word.split("=", 1) for word in more)
-        if given.keys() - {"folder", "resume", "start_from", "data.cache_dir"}:
+        if given.keys() - {"folder", "start_from", "data.cache_dir"}:
             return inside.compose(arguments(self.home, name, *QUICK, *more))
         folder = given.pop("folder", str(self.home / f"logs/{name}/gsm/seed0"))
         config = _moved(self.composed, str(self.run), folder) | {"name": name}

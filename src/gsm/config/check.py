@@ -30,7 +30,7 @@ NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 SEQUENCES = (list, tuple, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
 
 LONGEST_NAME = 240  # bytes of the name of a folder, with room for what is added to it
-PATHS = ("logs", "folder", "resume", "start_from")
+PATHS = ("logs", "folder", "start_from")
 PLACES = ("name", "arm", *PATHS)
 WHOLE = 2**62  # above any size of a tensor that PyTorch distinguishes from its own marks
 RANGES: dict[str, tuple[float, float | None]] = {  # of numbers that no part takes; a part checks its own
@@ -60,6 +60,11 @@ def check(config: Mapping[str, Any], reference: Mapping[str, Any]) -> None:
     _check_numbers(flat(dict(ordered)))
     if not fits(config.get("global_batch"), int | None):
         raise ConfigError(f"global_batch is {config['global_batch']!r}, but takes a whole number of sequences, or null")
+    if (resume := config.get("resume", "auto")) not in ("auto", "never"):
+        raise ConfigError(
+            f"resume={resume} is not allowed because a run goes on from its own checkpoint. Use auto or never; "
+            "start_from=PATH start_fresh=false goes on from another one."
+        )
     for key, value in ordered:
         if key not in reference:
             raise unknown("key", key, reference, "the configuration")

@@ -263,17 +263,12 @@ KINDS: dict[Any, tuple[Callable[[str], Any], str]] = {  # by annotation: how a w
 }
 
 
-def again(saved: bool = False) -> str:
-    """What to type to run this process once more, so that it goes on where it was; for Python, what to do there.
-
-    Args:
-        saved: a checkpoint lies in the run's own folder, so that the one it began with is not needed any more.
-    """
+def again() -> str:
+    """Return the command that runs this process once more, so that it goes on; for Python, the call to repeat."""
     if not HydraConfig.initialized():
         return "the same call of train"
     words = [word for word in sys.argv[1:] if word != "resume=never" and word.lower() not in FORCED]
     words = [word for word in words if word != search(paths.config_folders()[1:])]
-    words = [word for word in words if not (saved and word.startswith("resume="))]
     program = [_found("python"), shown(sys.argv[0])] if paths.in_clone() else [_found("gsm-train")]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         program = ["torchrun", "...", shown(sys.argv[0])]

@@ -21,7 +21,7 @@ from gsm.training.distributed import shards
 
 WEIGHTS = ("", "bfloat16", "float16", "float32")
 # Entries that build a model, its tokenizer and its data again, and that results name.
-KEPT = ("format", "global_step", "tokenizer", "fingerprint", "origin", "started_from")
+KEPT = ("format", "global_step", "tokenizer", "fingerprint", "started_from")
 SETTINGS = ("model", "data", "recipe", "size", "trainer", "global_batch", "name", "arm", "seed", "choices", "ngrams")
 
 

@@ -414,8 +414,6 @@ class Experiment:
             command, after = (*self.script, *trial.overrides), self._trained_in(config)
             trial.runs[""] = Run(self._name(trial.folder), trial.folder, command, after, config)
             return
-        if str(config["resume"]) not in ("auto", "never"):
-            raise ConfigError("resume=PATH is for a single run: runs.<name>=PATH takes the weights of a checkpoint")
         weights_of: dict[str | None, Path] = {}
         tries = trial.values is not None
         parsed = parse_runs(entries)

@@ -42,7 +42,6 @@ class Start:
     Logged values after ``step`` do not count any more.
 
     Attributes:
-        origin: the checkpoint outside of this run that it once began with, None if it began with nothing.
         finished: this very run lies there, trained to its end, and nothing is left to do.
         moves: whether the files in the folder are of an earlier run, which has to make room (``make_room``).
         reason: the reason of that, for a sentence; empty where the command asks for it.
@@ -51,7 +50,6 @@ class Start:
     checkpoint: Path | None = None
     sentence: str = ""
     step: int = 0
-    origin: str | None = None
     finished: bool = False
     moves: bool = False
     reason: str = ""
@@ -64,9 +62,7 @@ def prepare(
 
     * ``auto``: an unfinished run goes on from its last checkpoint, if it is of the same configuration and data; ranks
       and their batches may be others if as many sequences make up a step. A finished one is left as it is;
-    * ``never`` (or ``force``): start over; a branch (``start_fresh=false``) at the checkpoint that it leaves;
-    * a path: go on from that checkpoint, if the configuration trains the same model on the same data in the same way;
-      a run that has begun there already goes on where it is, or is left as it is.
+    * ``never`` (or ``force``): start over; a branch (``start_fresh=false``) at the checkpoint that it leaves.
 
     Args:
         config: a composed configuration.
@@ -79,7 +75,7 @@ def prepare(
         ConfigError: the folder holds files that are no run's.
         OSError: the folder cannot be written to.
     """
-    folder, resume = Path(config["folder"]), str(config["resume"])
+    folder = Path(config["folder"])
     _make(folder)
     if leads:
         if sentence := damage(folder / "summary.json"):
@@ -87,17 +83,10 @@ def prepare(
         sweep(folder, folder / "checkpoints")
         shards.sweep(folder / "checkpoints")
     last = folder / LAST
-    if resume not in ("auto", "never"):
-        path = checkpoint_file(resume).resolve()
-        checkpoint, began, changes = _began_with(path, config, fingerprint, world), f", which began with {path}", []
-        if checkpoint is None:
-            start = replace(_going_on(path, config, fingerprint, world, "resume=never to start over"), origin=str(path))
-            return start if folder.resolve() in path.parents else _making_room(start, folder)
-    elif resume == "never" or config.get("force") or not last.is_file():
+    if config["resume"] == "never" or config.get("force") or not last.is_file():
         return _over(config, fingerprint, world)
-    else:
-        checkpoint, began = _read_last(last), ""
-        changes = _changes(checkpoint, config, fingerprint, world)
+    checkpoint = _read_last(last)
+    changes = _changes(checkpoint, config, fingerprint, world)
     step = checkpoint["global_step"]
     if _status(folder) == "finished":
         if changes:
@@ -109,8 +98,8 @@ def prepare(
             f"training cannot go on because the unfinished run in {folder}, at step {step}, differs in {few(changes)}. "
             "Use its values to go on with it, resume=never to move it aside and start over, or another name=."
         )
-    sentence = f"Going on with the unfinished run in {folder}{began} (resume=never starts over)."
-    return Start(last, sentence, step, checkpoint.get("origin"))
+    sentence = f"Going on with the unfinished run in {folder} (resume=never starts over)."
+    return Start(last, sentence, step)
 
 
 def finished(config: Mapping[str, Any]) -> bool:
@@ -244,25 +233,12 @@ def _trained_otherwise(
     return steps + differences(theirs, config, by_path, divided=before_step == now_step)
 
 
-def _began_with(
-    path: Path, config: Mapping[str, Any], fingerprint: Fingerprint | None, world: int
-) -> dict[str, Any] | None:
-    """Return the checkpoint of the folder's own run if that once began with ``path``: a command given again goes on."""
-    last = Path(config["folder"]) / LAST
-    if last.is_file() and path != last.resolve():
-        with contextlib.suppress(CheckpointError):  # the other one may be sound
-            checkpoint = _read(last)
-            if checkpoint.get("origin") == str(path) and not _changes(checkpoint, config, fingerprint, world):
-                return checkpoint
-    return None
-
-
 def _over(config: Mapping[str, Any], fingerprint: Fingerprint | None, world: int) -> Start:
     """Start from nothing, or as a branch from its checkpoint. Raises ConfigError for files that are not a run's."""
     start = Start()
     if weights.is_branch(config):
         path = checkpoint_file(config["start_from"])
-        start = _going_on(path, config, fingerprint, world, "start_fresh=true to take the weights alone")
+        start = _branch(path, config, fingerprint, world)
     return _making_room(start, Path(config["folder"]))
 
 
@@ -278,9 +254,9 @@ def _making_room(start: Start, folder: Path) -> Start:
     return replace(start, moves=bool(names))
 
 
-def _going_on(path: Path, config: Mapping[str, Any], fingerprint: Fingerprint | None, world: int, remedy: str) -> Start:
+def _branch(path: Path, config: Mapping[str, Any], fingerprint: Fingerprint | None, world: int) -> Start:
     """Start with everything in a checkpoint. Raises CheckpointError where it is of another training."""
-    checkpoint = _read(path)
+    checkpoint, remedy = _read(path), "start_fresh=true to take the weights alone"
     changes = _trained_otherwise(checkpoint, config, world, by_path=True) or _other_data(checkpoint, fingerprint)
     if changes:
         raise CheckpointError(
@@ -292,10 +268,7 @@ def _going_on(path: Path, config: Mapping[str, Any], fingerprint: Fingerprint | 
             f"trainer.max_steps={steps} is not allowed because {path} is of step {step} already. Use {step} or "
             f"more, or {remedy}."
         )
-    planned = _config(checkpoint)["trainer"]["max_steps"]
-    jumps = planned != steps and not weights.is_branch(config)  # a branch ends otherwise, and falls from here on
-    longer = f" It was to have {planned} steps: schedules jump to the curve of {steps} steps." if jumps else ""
-    return Start(path, f"Going on from {path}, step {step}.{longer}", step)
+    return Start(path, f"Going on from {path}, step {step}.", step)
 
 
 def sequences_a_step(config: Mapping[str, Any], world: int) -> int | None:
@@ -322,7 +295,9 @@ def _read_last(last: Path) -> dict[str, Any]:
         with contextlib.suppress(CheckpointError, FileNotFoundError):
             best = last.with_name("best.ckpt")
             step = _read(best)["global_step"]
-            remedy = f"resume={best} goes on from step {step}, {remedy}"
+            remedy = (
+                f"start_from={best} start_fresh=false name=NAME goes on from step {step} in another folder, {remedy}"
+            )
         raise CheckpointError(f"{error}; {remedy}") from error
 
 

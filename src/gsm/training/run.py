@@ -175,7 +175,6 @@ def assemble(
         notes={
             "tokenizer": data.tokenizer.to_state() if data.tokenizer else None,
             "fingerprint": dict(data.fingerprint()),
-            "origin": start.origin,
             "started_from": weights.begins(config),
         },
         token_bytes_V=None if data.token_bytes_V is None else torch.from_numpy(data.token_bytes_V),
@@ -242,9 +241,7 @@ def _fit(parts: Parts, start: Start) -> None:
             say_farewell()
         raise SystemExit(_exit_code(stop)) from stop
     except shards.DamagedParts as error:
-        raise CheckpointError(
-            f"{error}; resume=PATH goes on from another checkpoint, resume=never starts over"
-        ) from error
+        raise CheckpointError(f"{error}; resume=never starts over") from error
 
 
 def _exit_code(stop: SystemExit) -> int:
@@ -263,7 +260,7 @@ def _farewell(parts: Parts) -> str:
     if saved is None:
         return f"\ninterrupted at step {step} of {parts.trainer.max_steps}; nothing was saved; once more:\n  {again()}"
     where = "and saved" if saved == step else f"saved at step {saved}"
-    return f"\ninterrupted at step {step} of {parts.trainer.max_steps}, {where}; to go on:\n  {again(saved=True)}"
+    return f"\ninterrupted at step {step} of {parts.trainer.max_steps}, {where}; to go on:\n  {again()}"
 
 
 def _conclude(parts: Parts) -> dict[str, Any]:

@@ -62,8 +62,7 @@ def refuse_other_state(path: Path, task: LanguageModeling, precision: str | None
         wrong = [f"{name} is not finite" for name in not_finite(tensors)]
     if wrong:
         raise CheckpointError(
-            f"training cannot go on from {path} because {few(wrong)}. Use resume=PATH for another checkpoint, or "
-            "resume=never to start over."
+            f"training cannot go on from {path} because {few(wrong)}. Use resume=never to start over."
         )
 
 
