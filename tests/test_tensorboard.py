@@ -1,5 +1,4 @@
-"""What TensorBoard shows of runs, asked of TensorBoard's own server: what differs first, nothing that was not measured,
-charts, pictures."""
+"""What TensorBoard's own server shows of runs: nothing that was not measured, charts, pictures."""
 
 from __future__ import annotations
 
@@ -22,10 +21,7 @@ from werkzeug.test import Client
 
 from gsm.config.compose import compose
 from gsm.evaluation.held_out import HeldOut
-from gsm.experiments.compare import CONTENTS
-from gsm.experiments.entries import differing
-from gsm.files import write_json
-from gsm.training.callbacks.tensorboard import COLUMNS, LAYOUT, METRICS, SHOWN, Hyperparameters, TensorBoard, charts
+from gsm.training.callbacks.tensorboard import COLUMNS, FIRST, LAYOUT, METRICS, TensorBoard, charts
 from gsm.training.report import BOARD
 from gsm.training.run import train
 
@@ -50,15 +46,12 @@ QUICK = ["trainer.max_steps=1", "trainer.log_every_n_steps=1", "ngrams=false", "
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of one step: of two arms of one model, and of others, of which two are among the comparators."""
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "logs/default").mkdir(parents=True)
-    write_json(folder / "logs/default" / CONTENTS, {"arms": RUNS})  # as the parent of an experiment does
     with pytest.MonkeyPatch.context() as patch:
         # Files of events are read in the order of their names: second, process, count. A run begins a second one when
         # it is done, here within the same second; 10 would then be read before 9.
         patch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(100))
         for arm, overrides in RUNS.items():
-            config = compose([*arguments(folder), *QUICK, f"arm={arm}", *overrides])
-            train(config, differing(config))
+            train(compose([*arguments(folder), *QUICK, f"arm={arm}", *overrides]))
     return folder / "logs" / "default"
 
 
@@ -113,32 +106,11 @@ def test_all_runs_have_the_same_columns(server: Client):
     assert found["gsm"]["hparams"]["retriever"] == "separate_indexer"
 
 
-def test_the_table_opens_on_what_differs_between_arms_and_on_the_seed(server: Client):
+def test_the_table_opens_on_arm_and_seed(server: Client):
     columns = [info["name"] for info in ask(server, "hparams/experiment", {"experimentName": ""})["hparamInfos"]]
-    assert set(columns[:SHOWN]) == {"arm", "seed", "model", "retriever", "stages"}
+    assert set(columns[: len(FIRST)]) == set(FIRST)
     metrics = [info["name"]["tag"] for info in ask(server, "hparams/experiment", {"experimentName": ""})["metricInfos"]]
     assert metrics[0] == "val/bits_per_byte"
-
-
-def test_arms_differ_in_what_not_all_of_them_set_alike(tmp_path: Path):
-    config = {"logs": str(tmp_path), "name": "mine", "arm": "a", "seed": 3, "optimizer": {"betas": [0.9, 0.95]}}
-    assert differing(config) == [], "a run of its own"
-    arms = {
-        "a": ["model.state_size=32", "data=recall", "optimizer.betas=[0.9,0.99]"],
-        "b": ["model/writer=gated", "model.state_size=32", "data=recall"],
-        "c": ["model/writer=delta", "data=recall"],
-    }
-    (tmp_path / "mine").mkdir()
-    write_json(tmp_path / "mine" / CONTENTS, {"arms": arms})
-    found = differing(config)
-    assert found == ["model.state_size", "choices.model/writer", "optimizer.betas"]
-    columns = Hyperparameters(config, 7, found)
-    assert columns.first == ["arm", "seed", "state_size", "writer", "optimizer.betas"]
-    assert columns.values["optimizer.betas"] == "[0.9, 0.95]" and columns.values["seed"] == "3"
-    for broken in ({"arms": ["a"]}, {"arms": {"a": "b"}}, {"arms": {"a": ["="]}}, {}):
-        write_json(tmp_path / "mine" / CONTENTS, broken)
-        assert differing(config) == [], "it is no experiment's, and training goes on"
-    assert Hyperparameters(config, 7).first == ["arm", "seed", "parameters", "experiment", "steps"]
 
 
 def test_metrics_are_those_of_the_summaries_and_missing_where_nothing_was_measured(server: Client, logs: Path):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,9 +14,7 @@ from gsm import paths
 from gsm.config.check import ConfigError, flat, unknown
 from gsm.config.compose import WORDS, quoted
 from gsm.evaluation import commands
-from gsm.experiments.compare import CONTENTS
 from gsm.experiments.table import COLUMNS
-from gsm.files import read_json
 
 # Keys of the parent; a run gets its own.
 OWN = {"name", "arm", "arms", "seed", "seeds", "tune", "jobs", "force", "table"}
@@ -139,19 +135,6 @@ def _line(run: str, name: str, value: Any) -> str:
 def is_group(name: str) -> bool:
     """Return whether a name is a group of variants, of the project or of the user."""
     return any((place / name).is_dir() for place in paths.config_folders())
-
-
-def differing(config: Mapping[str, Any]) -> list[str]:
-    """Return the paths that arms of the run's experiment set differently, those of most arms first
-    (``choices.model/writer``, ``model.state_size``); nothing for a run without an experiment."""
-    contents = read_json(Path(config["logs"]) / str(config["name"]) / CONTENTS) or {}
-    try:
-        arms = [{key_of(line): line for line in lines} for lines in read_arms(contents.get("arms")).values()]
-    except ConfigError:  # there is no such file, or an experiment has not written it
-        return []
-    count = Counter(key for arm in arms for key in arm)
-    differ = [key for key, _ in count.most_common() if len({arm.get(key) for arm in arms}) > 1]
-    return [f"choices.{key}" if is_group(key) else key for key in differ]
 
 
 def read_chosen(wanted: Any, arms: Mapping[str, list[str]]) -> list[str]:

@@ -33,7 +33,6 @@ from gsm.config.command_line import shown as shown_path
 from gsm.config.compose import from_job, search
 from gsm.experiments import launcher
 from gsm.experiments.compare import CONTENTS, apart, unfinished, write
-from gsm.experiments.entries import differing
 from gsm.experiments.jobs import Child, tail, work_off
 from gsm.experiments.runs import TUNING, Experiment, Run, Trial, expand, in_order, naming
 from gsm.experiments.table import FOOTNOTE, RunSummary, Table, read_runs, shown
@@ -54,7 +53,7 @@ def run(config: Mapping[str, Any]) -> None:
     if all(config.get(name) is None for name in SEVERAL):
         if launcher.chosen() and job.mode != RunMode.MULTIRUN:
             raise ConfigError(f"{launcher.GROUP}={launcher.chosen()} is for experiments; for a single run: seeds=1")
-        train(config, differing(config))
+        train(config)
     elif job.mode == RunMode.MULTIRUN:
         raise ConfigError("an experiment with arms or seeds starts its runs itself: leave out -m (--multirun)")
     else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -72,10 +72,9 @@ class Parts:
     summary: Summary
 
 
-def train(config: Mapping[str, Any], differ: Sequence[str] = ()) -> dict[str, Any]:
+def train(config: Mapping[str, Any]) -> dict[str, Any]:
     """Train by a composed configuration (``gsm.config.compose.compose``) and return the content of ``summary.json``.
 
-    ``differ`` has the paths in the configuration in which arms of its experiment differ: TensorBoard shows them first.
     Leaves in ``config["folder"]``: ``checkpoints/last.ckpt`` and ``best.ckpt``, TensorBoard events, ``metrics.csv`` and
     ``summary.json``.
 
@@ -112,7 +111,7 @@ def train(config: Mapping[str, Any], differ: Sequence[str] = ()) -> dict[str, An
             return read_json(folder / "summary.json") or {}
         model = build_model(config)  # before data are read: it may refuse its values
         ranks.compare(lambda: {f"the data's {key}": value for key, value in data().fingerprint().items()})
-        parts = assemble(config, start, data(), model, optimizer, trainer, summary, differ)
+        parts = assemble(config, start, data(), model, optimizer, trainer, summary)
         if leads:  # nothing has refused its values: now an earlier run makes room
             sentences = [start.sentence]
             if start.moves:
@@ -158,7 +157,6 @@ def assemble(
     optimizer: AdamW,
     trainer: lightning.Trainer,
     summary: Summary,
-    differ: Sequence[str] = (),
 ) -> Parts:
     """Put the parts together: the weights to start from, the facts of the summary, the loggers' place.
 
@@ -183,7 +181,7 @@ def assemble(
     )
     size = model.parameter_report().total
     callbacks: list[lightning.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue] # undeclared
-    callbacks.insert(callbacks.index(summary), Hyperparameters(config, size, differ))
+    callbacks.insert(callbacks.index(summary), Hyperparameters(config, size))
     facts = {
         "experiment": config["name"],
         "arm": str(config["arm"]),

@@ -1,10 +1,10 @@
 """TensorBoard's view of a run beside its curves: events that a resumed run continues, charts that compare runs, and a
-table of hyper-parameters in which the differing ones come first."""
+table of hyper-parameters."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import lightning
@@ -56,9 +56,7 @@ METRICS = (  # columns of the HPARAMS tab, in this order; the first five are sho
     "train/peak_memory_gib",
     "val/perplexity",
 )
-SHOWN = 5  # columns of hyper-parameters that TensorBoard 2.21 shows at first
-ALWAYS = ("arm", "seed")  # among them; the next ones fill up the rest where arms differ in less
-USUALLY = ("parameters", "experiment", "steps")
+FIRST = ("arm", "seed", "parameters", "experiment", "steps")  # columns that TensorBoard 2.21 shows at first: five
 COLUMNS = {  # columns of the HPARAMS tab: their path in the configuration; a missing value becomes "-"
     "experiment": "name",
     "arm": "arm",
@@ -149,29 +147,24 @@ class Hyperparameters(lightning.Callback):
     values alone.
 
     The tab takes its columns from the record of a single run, the first that it meets. Columns that this record marks
-    as different come first. So all runs of an experiment have the same record. Metrics are named in it without a value:
+    as different (`FIRST`) come first. So all runs have the same record. Metrics are named in it without a value:
     a run without the metric leaves its cell empty.
 
     Args:
         config: the composed configuration, plain containers.
         parameters: number of parameters of the model.
-        differ: the paths in the configuration in which arms of the run's experiment differ.
     """
 
-    def __init__(self, config: Mapping[str, Any], parameters: int, differ: Sequence[str] = ()) -> None:
-        named = {path: column for column, path in COLUMNS.items()}
-        columns = COLUMNS | {path: path for path in differ if path not in named}
-        self.values = {column: look_up(config, path) for column, path in columns.items()} | {"parameters": parameters}
+    def __init__(self, config: Mapping[str, Any], parameters: int) -> None:
+        self.values = {column: look_up(config, path) for column, path in COLUMNS.items()} | {"parameters": parameters}
         self.values["seed"] = str(self.values["seed"])  # a name, not an amount: TensorBoard writes 1 as 1.0000
-        first = dict.fromkeys((*ALWAYS, *(named.get(path, path) for path in differ), *USUALLY))
-        self.first = list(first)[:SHOWN]
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Writes all hyper-parameters, and the names of all metrics."""
         mine = _boards(trainer)
         for logger in mine:
             logger.hparams.update(self.values)  # for hparams.yaml
-            for record in records(self.values, self.first, METRICS):
+            for record in records(self.values, FIRST, METRICS):
                 logger.experiment._get_file_writer().add_summary(record)  # as Lightning does it
         for logger in trainer.loggers:
             if logger not in mine and trainer.is_global_zero:
