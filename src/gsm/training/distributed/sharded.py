@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import uuid
 import warnings
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,7 +35,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Sharded(ModelParallelStrategy):
-    """Divides a model among all ranks, and saves it in parts while training goes on.
+    """Divides a model among all ranks, and saves it in parts.
 
     A block's weights are gathered when its forward or backward begins, and given back when it ends; gradients are
     averaged and divided at once. Experts lie in their block and are divided like everything else: every rank computes
@@ -80,10 +78,8 @@ class Sharded(ModelParallelStrategy):
         )
         self.reshard_after_forward, self.context = reshard_after_forward, context
         self.experts = experts
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: Future[None] | None = None
         self._context: Context | None = None
-        self._group: Any = None  # a separate group: collectives of two threads must not meet in a shared group
+        self._group: Any = None  # of the hosts: no GPU is waited for
         self._names: list[str] = []  # names of the optimiser's parameters, in its order
 
     def setup_environment(self) -> None:
@@ -155,30 +151,31 @@ class Sharded(ModelParallelStrategy):
         return (optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Copy this rank's share to the host and write it in a thread of its own; ``finish`` waits for that.
+        """Write this rank's share, then the small file, and remove parts that no file stands for.
 
-        Raises OSError, of an earlier checkpoint too.
+        All ranks wait for the small file (launchers kill the rank that writes as soon as another has ended for a
+        signal), and all raise its error. Raises OSError.
         """
-        self.finish()
-        path = Path(filepath)
+        path, group = Path(filepath), self._host_group()
         tensors, rest = shards.take_apart(checkpoint, self._names)
         name = self.broadcast(f"{checkpoint['global_step']:08}-{uuid.uuid4().hex[:8]}")
-        writer = dcp.HuggingFaceStorageWriter(str(path.parent / shards.FOLDER / name), save_distributed=True)
-        upload = dcp.async_save(shards.separate(tensors), storage_writer=writer, process_group=self._host_group())
-        assert isinstance(upload, Future)
-        rest = copy.deepcopy(rest)  # now: training changes its content
-        self._pending = self._writer.submit(self._commit, upload, path, rest, name)
-
-    def finish(self) -> None:
-        """Wait until the last checkpoint is on the disk. Raises OSError."""
-        pending, self._pending = self._pending, None
+        folder = path.parent / shards.FOLDER / name
+        writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
         try:
-            if pending is not None:
-                pending.result()
+            dcp.save(shards.separate(tensors), storage_writer=writer, process_group=group)
         except CheckpointException as error:  # a BaseException, not an Exception
             causes = [cause for cause, _ in error.failures.values()]
             refused = next((cause for cause in causes if isinstance(cause, OSError)), None)
             raise refused or RuntimeError(f"a checkpoint could not be written: {causes[0]}") from error
+        of_ranks: list[dict[str, list[int]]] = [{}] * self.world_size
+        torch.distributed.all_gather_object(of_ranks, shards.described(folder, self.global_rank), group)
+        files = {part: description for of_rank in of_ranks for part, description in of_rank.items()}
+
+        def write() -> None:
+            save_whole({**rest, shards.FOLDER: {"folder": name, "names": self._names, "files": files}}, path)
+            shards.sweep(path.parent)
+
+        ranks.agreed(write, group)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = True) -> dict[str, Any]:
         """Takes up weights and the optimiser's state: of parts or of one file, from any number of ranks."""
@@ -199,31 +196,6 @@ class Sharded(ModelParallelStrategy):
         for optimizer, state in zip(self.optimizers, states["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
         return {**checkpoint, "state_dict": {}, "optimizer_states": []}
-
-    def teardown(self) -> None:
-        """Finish the last checkpoint."""
-        try:
-            self.finish()
-        finally:
-            super().teardown()
-
-    def _commit(self, upload: Future[Any], path: Path, rest: dict[str, Any], name: str) -> None:
-        """Write the small file, once the parts of all ranks are there, and remove parts that no file stands for.
-
-        All ranks wait for it (launchers kill the rank that writes as soon as another has ended for a signal), and all
-        raise its error.
-        """
-        upload.result()
-        parts = shards.described(path.parent / shards.FOLDER / name, self.global_rank)
-        of_ranks: list[dict[str, list[int]]] = [{}] * self.world_size
-        torch.distributed.all_gather_object(of_ranks, parts, self._host_group())
-        files = {part: description for of_rank in of_ranks for part, description in of_rank.items()}
-
-        def write() -> None:
-            save_whole({**rest, shards.FOLDER: {"folder": name, "names": self._names, "files": files}}, path)
-            shards.sweep(path.parent)
-
-        ranks.agreed(write, self._host_group())
 
     def _host_group(self) -> Any:
         if self._group is None:
