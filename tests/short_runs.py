@@ -154,7 +154,11 @@ def _be_the_script(
     os.chdir(folder)
     torch.set_num_threads(1)
     sys.argv = [str(ROOT / script), *words]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except Exception:  # as Python does at the end of a script
+        sys.excepthook(*sys.exc_info())
+        raise SystemExit(1) from None
 
 
 def arguments(home: Path, name: str, *more: str) -> list[str]:

@@ -13,7 +13,7 @@ from test_experiment import TOY, composed
 
 from gsm import plots
 from gsm.config import command_line
-from gsm.experiments.compare import compare, side_by_side
+from gsm.experiments.compare import compare
 from gsm.plots import png
 from gsm.training.callbacks.metrics_file import read_metrics
 
@@ -393,14 +393,6 @@ def test_loads_are_drawn_as_cells(experiment: Path, drawn: list):
     compare(str(experiment))
     (figure,) = [one for one in drawn if one.axes[0].get_title() == "find"]
     assert [text.get_text() for axes in figure.axes[:2] for text in axes.texts] == ["1.00", "0.25", "0.50"]
-
-
-def test_the_jobs_of_a_sweep_stand_in_one_table_without_other_runs(experiment: Path):
-    folders = [experiment / arm / f"seed{seed}" for arm in ("paper", "control") for seed in (0, 1)]
-    (experiment / "lost/seed0").mkdir(parents=True)
-    text = side_by_side([*folders[:2], experiment / "lost/seed0"])
-    assert "paper" in text and "control" not in text and text.count("Next:") == 1
-    assert "lost/seed0, without a summary.json that can be read" in text
 
 
 TAMPERED = {

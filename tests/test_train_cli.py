@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from short_runs import BY_MODEL, BYTES, SIZES
+from short_runs import BY_MODEL, BYTES, SIZES, typed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import gsm
@@ -44,21 +42,12 @@ def arguments(folder: Path) -> list[str]:
     ]
 
 
-def script(name: str, *given: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
-    command = [sys.executable, str(ROOT / name), *given]
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=170, check=False
-    )
-
-
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def run(tmp_path_factory: pytest.TempPathFactory, processes: Any) -> tuple[Path, str]:
     """One run of two steps: its folder and what it printed."""
     folder = tmp_path_factory.mktemp("run")
-    done = script(
-        "train.py", *arguments(folder), "trainer.max_steps=2", "seed=1", "model/residual=plain", folder=folder
-    )
+    words = [*arguments(folder), "trainer.max_steps=2", "seed=1", "model/residual=plain"]
+    done = typed(processes, folder, "train.py", *words, COLUMNS="80")
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "logs" / "default" / "gsm" / "seed1", done.stdout
 
@@ -83,8 +72,10 @@ def test_a_run_prints_one_screen_of_plain_text(run: tuple[Path, str]):
         ("model.indexer_weight=-1", "error: model.indexer_weight=-1 is not allowed because it is below 0. Use 0 or"),
     ],
 )
-def test_a_wrong_command_ends_with_one_sentence_and_leaves_nothing(word: str, sentence: str, tmp_path: Path):
-    done = script("train.py", *arguments(tmp_path), word, folder=tmp_path)
+def test_a_wrong_command_ends_with_one_sentence_and_leaves_nothing(
+    word: str, sentence: str, tmp_path: Path, processes: Any
+):
+    done = typed(processes, tmp_path, "train.py", *arguments(tmp_path), word)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(sentence) and len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "logs").exists()
@@ -256,12 +247,12 @@ def test_a_run_that_was_cut_off_after_its_last_step_is_finished(tmp_path: Path, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_variants_stand_side_by_side(tmp_path: Path):
+def test_variants_stand_side_by_side(tmp_path: Path, processes: Any):
     """Both jobs went to logs/default/gsm/seed0, and the first was moved away as replaced."""
     given = [word for word in arguments(tmp_path) if word != BY_MODEL]
     given += ["trainer.max_steps=1", "ngrams=false", "sample=false"]
     for words in (["-m", "model/writer=additive,gated", "seed=0,1"], ["model/writer=gated", "callbacks.progress=null"]):
-        done = script("train.py", *words, *given, folder=tmp_path)
+        done = typed(processes, tmp_path, "train.py", *words, *given)
         assert done.returncode == 0, done.stdout + done.stderr
     assert "is finished already" in done.stdout, "what only watches finds the run again"
     found = [path.parents[1].relative_to(tmp_path / "logs/default") for path in checkpoints(str(tmp_path / "logs"))]

@@ -52,9 +52,8 @@ def train() -> None:
     except command_line.JobFailed:
         failed = True
     if swept:
-        from gsm.experiments.compare import side_by_side
-
-        print(side_by_side(swept), flush=True)
+        places = dict.fromkeys(command_line.shown(folder.parent.parent) for folder in swept)
+        print(f"\nNext:\n  {command_line.command('compare', *places)}", flush=True)
     if failed:
         raise SystemExit(1)
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from gsm import plots
 from gsm.config.check import ConfigError, few, unknown, unlike
-from gsm.config.command_line import command
 from gsm.config.command_line import shown as shown_path
 from gsm.experiments import rows
 from gsm.experiments.page import Picture, Report
@@ -90,18 +89,6 @@ def compare(
     for folder in places if publish else []:
         print(rows.publish(folder, Path(publish), table.columns))
     return table
-
-
-def side_by_side(folders: Sequence[Path]) -> str:
-    """Return the jobs of a sweep in one table, and a sentence for each that is not finished."""
-    above = list(dict.fromkeys(folder.parent.parent for folder in folders))
-    trained = [run for run in _named([one for one in above if read_runs(one)]) if run.folder in folders]
-    finished = [run for run in trained if run.finished]
-    table = summarise(finished, _columns(above, finished)) if finished else None
-    lines = ["", table.text(), "", FOOTNOTE, *apart(table.runs)] if table else [""]
-    lines += [f"not finished: {shown_path(one)}, {state}" for one in folders if (state := _state(one))]
-    lines += ["", "Next:", f"  {command('compare', *map(shown_path, above))}"] if table else []
-    return "\n".join(lines)
 
 
 def _collect(folders: Sequence[Path]) -> list[RunSummary]:
