@@ -29,11 +29,9 @@ from gsm.data.loader import refuse_workers
 from gsm.evaluation.generate import generate
 from gsm.training import folder as run_folder
 from gsm.training import run as fit
-from gsm.training import trainer as trainers
 from gsm.training.callbacks.checkpoints import Latest
 from gsm.training.callbacks.interruption import Interrupted
 from gsm.training.callbacks.metrics_file import MetricsFile, read_metrics
-from gsm.training.distributed import ranks
 from gsm.training.folder import Start, differences, finished, make_room, prepare
 from gsm.training.resume import FORMAT, STATE
 from gsm.training.weights import begins
@@ -313,17 +311,6 @@ def test_processes_that_could_not_hand_over_a_batch_are_refused(monkeypatch: pyt
     refuse_workers(0)
     monkeypatch.setattr("tempfile.tempdir", "/tmp/" + 70 * "a")
     refuse_workers(2)
-
-
-@pytest.mark.parametrize(("name", "value"), [("LOCAL_RANK", "1"), ("RANK", "1"), ("SLURM_PROCID", "3"), ("RANK", "x")])
-def test_a_rank_that_somebody_left_in_the_environment_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch):
-    """The header was missing, and a traceback of TensorBoard's followed."""
-    for other in ("LOCAL_RANK", "RANK", "SLURM_PROCID", "SLURM_NTASKS", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(other, raising=False)
-    monkeypatch.setenv(name, value)
-    assert ranks.rank() == 0, "or nobody would say it"
-    with pytest.raises(ConfigError, match=f"^{name}={value} in the environment is not allowed"):
-        trainers.meet({"trainer": {"devices": 1, "val_check_interval": 1, "max_steps": 1}})
 
 
 def test_files_that_are_no_run_are_not_moved(tmp_path: Path):

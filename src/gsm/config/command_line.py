@@ -28,7 +28,7 @@ from gsm import paths, terminal
 from gsm.config.check import ConfigError, check_readable, unknown
 from gsm.config.compose import SEARCH, explain, from_job, register_resolvers, search
 from gsm.config.options import mapping
-from gsm.training.distributed.ranks import rank, refuse_leftover
+from gsm.training.distributed.ranks import rank
 
 ROOM = "free some space there, and the same command goes on from the last checkpoint; or choose another disk with logs="
 ACCESS = "choose a folder that you may write to with logs="
@@ -77,7 +77,6 @@ def prepare(script: str = "train", part: str | None = None) -> None:
             )
         for word in parsed.overrides:
             check_readable(word)
-        refuse_leftover()
         directories = paths.config_folders()[1:]
     words: list[str] = parsed.overrides
     if part:

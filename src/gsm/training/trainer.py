@@ -22,7 +22,6 @@ from gsm.training.callbacks import find
 from gsm.training.callbacks.checkpoints import Latest, WholeFiles
 from gsm.training.callbacks.interruption import Interruption
 from gsm.training.callbacks.summary import Summary
-from gsm.training.distributed import ranks
 from gsm.training.distributed.ranks import sharing
 from gsm.training.distributed.sharded import Sharded
 from gsm.training.module import LanguageModeling
@@ -201,8 +200,6 @@ def meet(config: Mapping[str, Any]) -> None:
     """
     chosen = settings(config)
     environment, strategy = _environment(chosen), chosen.get("strategy")
-    if environment is None:
-        ranks.refuse_leftover(_is_alone(chosen))
     if environment is None or environment.world_size() == 1 or torch.distributed.is_initialized():
         return
     options = strategy if isinstance(strategy, Mapping) else {}

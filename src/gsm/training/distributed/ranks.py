@@ -32,19 +32,6 @@ def _started_together() -> bool:
     return by_lightning or "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("SLURM_NTASKS", "1") != "1"
 
 
-def refuse_leftover(alone: bool = False) -> None:
-    """Raises ConfigError for a rank in the environment of a process that trains ``alone``, or that was not started
-    together with others. Lightning would take the process for a rank that writes no logs or waits for other ranks."""
-    for name in RANKS:
-        value = os.environ.get(name, "0")
-        if value != "0" and (alone or not _started_together()):
-            del os.environ[name]  # or this process would leave the sentence to the rank that leads
-            raise ConfigError(
-                f"{name}={value} in the environment is not allowed because this process trains alone. "
-                f"Use `unset {name}`, or start all ranks with torchrun or srun and trainer=ddp."
-            )
-
-
 def sharing(trainer: lightning.Trainer) -> tuple[int, int]:
     """Return the number of ranks with different sequences, and the number of this one among them. Ranks that divide
     the same sequences (``trainer=context``) count as one."""
