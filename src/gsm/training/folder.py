@@ -27,9 +27,8 @@ from gsm.training.distributed import shards
 from gsm.training.resume import STATE
 
 MARKS = {"summary.json", "checkpoints"}  # every folder of a run that has begun has at least one
-LEFT = re.compile(
-    r"events\.out\..*|hparams\.yaml|metrics\.csv|\.hydra|\..*\.partial"
-)  # files of a run without a checkpoint
+# Files of a run without a checkpoint.
+LEFT = re.compile(r"events\.out\..*|hparams\.yaml|metrics\.csv|\.hydra|\..*\.partial")
 MEASURED = "limit_val_batches"  # changes no weights, but the numbers of a finished run
 # Makes the fingerprint of the data, only where there is one to compare with.
 Fingerprint = Callable[[], Mapping[str, str | int]]
