@@ -184,7 +184,7 @@ def test_the_runs_themselves_are_not_told_of_the_launcher(monkeypatch: pytest.Mo
 def test_a_single_run_is_not_quietly_trained_here(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(HydraConfig, "get", hydra_node)
     with pytest.raises(ConfigError, match="^hydra/launcher=submitit_slurm is for experiments; for a single run: seeds"):
-        experiments.run({"arms": None, "seeds": None, "runs": None})
+        launcher.refuse_single()
 
 
 def test_a_launcher_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch):

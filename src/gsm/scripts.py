@@ -19,6 +19,8 @@ with importing():
     from gsm.config import command_line
     from gsm.experiments import launcher
 
+SEVERAL = ("arms", "seeds", "runs", "tune")  # one of them makes an experiment of a configuration
+
 
 def train() -> None:
     """Train a model, or all models of an experiment."""
@@ -26,19 +28,26 @@ def train() -> None:
         import hydra
 
     def run(config: DictConfig) -> None:
-        with importing():
-            from gsm.experiments import execute
         if lists:
+            with importing():
+                from gsm.experiments import execute
             with command_line.errors_as_sentences():
                 execute.print_runs(config)
-            return
-        threads.settle()
+        else:
+            threads.settle()
+            command_line.run(job, config)
 
-        def job(plain: dict[str, Any]) -> None:
-            swept.extend([Path(plain["folder"])] if command_line.sweeping() else [])
+    def job(plain: dict[str, Any]) -> None:
+        if any(plain[name] is not None for name in SEVERAL):
+            with importing():
+                from gsm.experiments import execute
             execute.run(plain)
-
-        command_line.run(job, config)
+        else:
+            launcher.refuse_single()
+            with importing():
+                from gsm.training import run as training
+            swept.extend([Path(plain["folder"])] if command_line.sweeping() else [])
+            training.train(plain)
 
     swept: list[Path] = []
     failed = False

@@ -42,22 +42,14 @@ from gsm.signals import SIGNALS
 from gsm.tables import WIDTH
 from gsm.training import folder
 from gsm.training.callbacks.progress import clock
-from gsm.training.run import train
-
-SEVERAL = ("arms", "seeds", "runs", "tune")  # one of them makes an experiment of a configuration
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Train inside of Hydra: one run, or all runs of an experiment. Raises ConfigError, SystemExit."""
+    """Train all runs of an experiment, inside of Hydra. Raises ConfigError, SystemExit."""
     job = HydraConfig.get()
-    if all(config.get(name) is None for name in SEVERAL):
-        if launcher.chosen() and job.mode != RunMode.MULTIRUN:
-            raise ConfigError(f"{launcher.GROUP}={launcher.chosen()} is for experiments; for a single run: seeds=1")
-        train(config)
-    elif job.mode == RunMode.MULTIRUN:
+    if job.mode == RunMode.MULTIRUN:
         raise ConfigError("an experiment with arms or seeds starts its runs itself: leave out -m (--multirun)")
-    else:
-        train_all(Experiment(config, list(job.overrides.task), _script()), launcher.chosen())
+    train_all(Experiment(config, list(job.overrides.task), _script()), launcher.chosen())
 
 
 def print_runs(config: DictConfig) -> None:

@@ -18,7 +18,7 @@ from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
-from hydra.types import HydraContext
+from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig
 
 from gsm import paths
@@ -37,6 +37,12 @@ def chosen() -> str | None:
     """Return the launcher of the command line; None for processes of this machine."""
     name = HydraConfig.get().runtime.choices.get(GROUP)
     return None if name in (None, HERE) else str(name)
+
+
+def refuse_single() -> None:
+    """Raise ConfigError where a launcher is chosen for a single run, outside of a sweep."""
+    if chosen() and HydraConfig.get().mode != RunMode.MULTIRUN:
+        raise ConfigError(f"{GROUP}={chosen()} is for experiments; for a single run: seeds=1")
 
 
 def check_available(overrides: Sequence[str]) -> None:
