@@ -135,7 +135,7 @@ def shares(trainer: lightning.Trainer) -> int:
         fitting = [n for n in range(1, trainer.world_size + 1) if trainer.world_size % n == 0]
         raise ConfigError(
             f"trainer.context={context} is not allowed because it does not divide the {trainer.world_size} devices "
-            f"that train together. Use {_one_of(fitting)}, or change trainer.devices."
+            f"that train together. Use one of {', '.join(map(str, fitting))}, or change trainer.devices."
         )
     return sharing(trainer)[0]
 
