@@ -116,12 +116,12 @@ def unknown(kind: str, name: str, known: Collection[str], place: str) -> ConfigE
 
 
 def few(items: Sequence[str], between: str = ", ") -> str:
-    """The first three, and how many more there are."""
+    """Return the first three, and the number of the others."""
     return between.join(items[:3]) + (f" and {len(items) - 3} more" if len(items) > 3 else "")
 
 
 def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Every value of nested mappings under the path to it."""
+    """Return every value of nested mappings by the path to it."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         found |= flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
@@ -129,7 +129,7 @@ def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def contrast(there: Mapping[str, Any], here: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
-    """What stands otherwise in two flat configurations: ``data.batch_size (4 there, 8 here)``."""
+    """Return the differences of two flat configurations: ``data.batch_size (4 there, 8 here)``."""
     return [
         f"{key} ({there.get(key, 'nothing')} there, {here.get(key, 'nothing')} here)"
         for key in keys
@@ -152,7 +152,10 @@ def shortened(value: str | int) -> str:
 
 
 def parameters(target: str) -> dict[str, inspect.Parameter] | None:
-    """Parameters of a ``_target_``, by name; None if it takes any. Raises ConfigError if it cannot be imported."""
+    """Return the parameters of a ``_target_``, by name; None if it takes any.
+
+    Raises ConfigError if it cannot be imported.
+    """
     module, _, name = target.rpartition(".")
     try:
         taker = getattr(importlib.import_module(module), name)
@@ -172,7 +175,7 @@ def parameters(target: str) -> dict[str, inspect.Parameter] | None:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value from a yaml can be what the type hint asks for; True where that is not plain to see."""
+    """Return whether a value from a yaml fits a type hint; True where that is not plain to see."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return any(fits(value, option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is typing.Literal:

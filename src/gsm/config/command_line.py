@@ -90,7 +90,7 @@ def prepare(script: str = "train", part: str | None = None) -> None:
 
 
 def _at_home(word: str) -> str:
-    """A word ``name=value`` whose value, where it is a path, is in the home."""
+    """Return a word ``name=value`` with the home in the place of a ``~`` of its value."""
     name, equals, value = word.partition("=")
     if not equals:
         return paths.at_home(word)
@@ -98,7 +98,7 @@ def _at_home(word: str) -> str:
 
 
 def _keys_of_part(words: Sequence[str], script: str, part: str) -> set[str]:
-    """The keys of the chosen variant's yaml that the script's own has not."""
+    """Return the keys of the chosen variant's yaml that the script's own yaml does not have."""
     config = mapping(paths.configs() / f"{script}.yaml")
     default = next(group[part] for group in config["defaults"] if part in group)
     name = next((word.partition("=")[2] for word in reversed(words) if word.startswith(f"{part}=")), default)
@@ -144,7 +144,7 @@ def take_cfg_runs() -> bool:
 
 
 def sweeping() -> bool:
-    """Whether this is a job of a sweep (``-m``), which other jobs follow."""
+    """Return whether this is a job of a sweep (``-m``), which other jobs follow."""
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
@@ -170,7 +170,7 @@ def call(function: Callable[..., object], script: str, arguments: Sequence[str] 
 
 
 def _described(text: str, taken: Mapping[str, inspect.Parameter]) -> str:
-    """A docstring for ``--help``: of its arguments the checkpoint first, and each with its default value."""
+    """Return a docstring for ``--help``: the argument checkpoint first, and each with its default value."""
     before, heading, after = inspect.cleandoc(text).partition("Raises:")[0].partition("Args:\n")
     entries = re.split(r"\n+(?=    \w)", after.rstrip()) if after else []
     shown = []
@@ -184,7 +184,7 @@ def _described(text: str, taken: Mapping[str, inspect.Parameter]) -> str:
 
 
 def _own_configs(folder: str | None) -> None:
-    """Notes the folder of the user's own yamls, before others, for this process and for those that it starts."""
+    """Note the folder of the user's own yamls, before others, for this process and for those that it starts."""
     if not folder:
         return
     path = Path(paths.at_home(folder)).resolve()
@@ -229,7 +229,7 @@ def read_arguments(
 
 
 def lacks(script: str, argument: str) -> ConfigError:
-    """The error of a call without an argument that the script has to be given."""
+    """Return the error of a call without an argument that the script needs."""
     program = paths.called(script)
     return ConfigError(f"{program.removeprefix('python ')} needs {argument}=...; {program} --help says what it is")
 
@@ -275,7 +275,7 @@ def again() -> str:
 
 
 def typed(program: str, *words: str) -> str:
-    """A command as it can be pasted here: the program by its name where the shell would find this environment's.
+    """Return a command to paste here: the program by its name where the shell would find this environment's.
 
     Args:
         program: one of the environment's, ``python`` or ``tensorboard``.
@@ -285,14 +285,14 @@ def typed(program: str, *words: str) -> str:
 
 
 def command(name: str, *words: str) -> str:
-    """A command of the project as it can be pasted here: ``python train.py ...`` in a clone, else ``gsm-train ...``."""
+    """Return a command of the project to paste here: ``python train.py ...`` in a clone, else ``gsm-train ...``."""
     if paths.in_clone():
         return typed("python", shown(paths.ROOT / f"{name}.py"), *words)
     return typed(f"gsm-{name}", *words)
 
 
 def shown(path: str | os.PathLike[str]) -> str:
-    """A path as one would type it here."""
+    """Return a path as it is typed here."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
@@ -304,7 +304,7 @@ def _found(program: str) -> str:
 
 @contextlib.contextmanager
 def errors_as_sentences() -> Iterator[None]:
-    """Leaves the process with the message alone where the user can put right what went wrong.
+    """Leave the process with the message alone where the user can put right what went wrong.
 
     Of several ranks, which all meet it, the one that leads says it.
     """
@@ -351,6 +351,6 @@ def _say_in_thread(args: threading.ExceptHookArgs) -> None:
 
 
 def refusal(error: OSError) -> str:
-    """One sentence about a disk that does not take what is to be written."""
+    """Return the sentence of a disk that refuses a file."""
     path = f"{error.filename} cannot be written" if error.filename else "a file of the run cannot be written"
     return f"{path}: {error.strerror}; {REMEDIES[error.errno or 0]}"

@@ -42,7 +42,7 @@ WORDS = {"null", "true", "false", "nan", "inf"}  # values of that grammar rather
 
 
 def compose(overrides: Iterable[str] = (), directories: Sequence[Path] = (), script: str = "train") -> dict[str, Any]:
-    """The configuration that ``python train.py`` would run with, resolved, as plain containers.
+    """Return the configuration of ``python train.py``, resolved, as plain containers.
 
     Args:
         overrides: what would stand on the command line: ``["model=baseline", "size=tiny", "model.state_size=64"]``.
@@ -102,7 +102,7 @@ def _reference(script: str, folders: tuple[Path, ...], stamp: float) -> dict[str
 
 
 def refuse_unnamed(config: Mapping[str, Any], directories: Sequence[Path] = ()) -> None:
-    """Raises ConfigError for a model or data that could be trained, but not loaded from the checkpoint again."""
+    """Raise ConfigError for a model or data that could be trained, but not loaded from the checkpoint again."""
     for part in ("model", "data"):
         if not isinstance(config.get(part), Mapping):
             continue
@@ -115,7 +115,7 @@ def refuse_unnamed(config: Mapping[str, Any], directories: Sequence[Path] = ()) 
 
 
 def from_job(config: DictConfig) -> dict[str, Any]:
-    """The same for the configuration of the Hydra job that is running, which can be loaded again from what it trains.
+    """Return the finished configuration of the Hydra job that is running. Its checkpoint can be loaded again.
 
     Raises ConfigError.
     """
@@ -127,7 +127,7 @@ def from_job(config: DictConfig) -> dict[str, Any]:
 
 
 def _job_folders() -> list[Path]:
-    """The folders of yaml files of the Hydra job that is running, the project's first."""
+    """Return the folders of yaml files of the Hydra job that is running, the project's first."""
     return _folders_of(HydraConfig.get())
 
 
@@ -137,7 +137,7 @@ def _folders_of(job: HydraConf) -> list[Path]:
 
 
 def search(directories: Sequence[Path]) -> str:
-    """What tells Hydra of the user's own folders: it takes but one by a flag, and knows of no GSM_CONFIGS."""
+    """Return the override that gives Hydra the user's own folders: a flag takes one folder alone."""
     return SEARCH + quoted([f"file://{folder}" for folder in directories])
 
 
@@ -217,7 +217,7 @@ def _unreadable(override: str) -> str:
 
 
 def _as_job(composed: DictConfig, folders: Sequence[Path], script: str) -> dict[str, Any]:
-    """The same configuration finished as inside of its job: it refers to Hydra's node. Raises ConfigError."""
+    """Return the configuration finished as inside of its job: it refers to Hydra's node. Raises ConfigError."""
     state = HydraConfig.instance()
     before = state.cfg
     try:
@@ -262,7 +262,7 @@ def _composed(choices: tuple[str, ...], folders: tuple[Path, ...], stamp: float,
 
 
 def register_resolvers() -> None:
-    """What yaml files may ask for.
+    """Register the functions that yaml files may call.
 
     * ``${root:}``: the folder of the repository, or the current one where there is none;
     * ``${named:experiment}``, ``${named:arm}``: what these are called by default, see ``gsm.config.naming``;
@@ -278,7 +278,7 @@ def register_resolvers() -> None:
 
 
 def _fill_in(config: dict[str, Any]) -> None:
-    """Puts numbers of the size and the model at hand in place of the words that stand for them.
+    """Put numbers of the size and the model at hand in place of the words that stand for them.
 
     * ``model.stages=all``: the encoder layers that read a bank, on which a stage may stand;
     * ``data.task.gap``: ``beyond_gsm``, ``beyond_baseline`` or ``beyond_delta``, see `REACHES`.
@@ -294,7 +294,7 @@ def _fill_in(config: dict[str, Any]) -> None:
 
 
 def _gap(word: str, size: Mapping[str, Any], model: Mapping[str, Any]) -> int:
-    """Positions back that nothing but a bank reaches beyond. Raises ConfigError for a word that is not known."""
+    """Return the positions back that only a bank reaches beyond. Raises ConfigError for an unknown word."""
     if word not in REACHES:
         raise ConfigError(f"data.task.gap is '{word}', but takes a number of tokens, or one of {', '.join(REACHES)}")
     entries = model.get("state_size") or size["window"] + size["top_k"]
@@ -328,7 +328,7 @@ def _variants(group: str, first: str, *without: str, _root_: DictConfig) -> dict
 
 
 def _options(script: str) -> str:
-    """What ``--help`` lists; Hydra makes a template of it, in which a dollar has to stand twice."""
+    """Return the list in ``--help``; Hydra makes a template of it, in which a dollar has to stand twice."""
     return listing(script, _job_folders(), HydraConfig.get().runtime.choices).replace("$", "$$")
 
 

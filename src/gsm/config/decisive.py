@@ -23,7 +23,7 @@ LOCAL = {"data.path", "data.cache_dir", "data.num_workers", "data.prepare_worker
 
 
 def decides(key: str, by_path: bool = False, divided: bool = False) -> bool:
-    """Whether a run with another value of this key trains something else.
+    """Return whether a run with another value of this key trains something else.
 
     Args:
         key: the path to a value of a composed configuration.

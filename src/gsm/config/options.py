@@ -24,7 +24,7 @@ HIDDEN = "_"  # begins the name of a yaml that others are made of, or that a pro
 
 
 def groups_of(folders: Sequence[Path]) -> dict[str, set[str]]:
-    """Every group with its options: the folders below those of yamls, and the files in them."""
+    """Return every group with its options: the folders below those of yamls, and the files in them."""
     found: dict[str, set[str]] = {}
     for folder in folders:
         for file in paths.yamls(folder):
@@ -35,18 +35,18 @@ def groups_of(folders: Sequence[Path]) -> dict[str, set[str]]:
 
 
 def scripts_of(group: str) -> list[str]:
-    """The scripts whose yamls have a group, or one above it, in their lists of defaults."""
+    """Return the scripts whose yamls have a group, or one above it, in their lists of defaults."""
     return [script for script, groups in _taken(paths.configs()).items() if group.split("/")[0] in groups]
 
 
 @functools.cache
 def _taken(folder: Path) -> dict[str, set[str]]:
-    """The groups of every script's list of defaults, read once: each override of a group asks for them."""
+    """Return the groups of every script's list of defaults, read once: each override of a group asks for them."""
     return {file.stem: parts(file) for file in sorted(folder.glob("*.yaml"))}
 
 
 def parts(file: Path) -> set[str]:
-    """The groups in a yaml's list of defaults, and in those of the yamls beside it that it builds on."""
+    """Return the groups in a yaml's list of defaults, and in those of the yamls beside it that it builds on."""
     waiting, found = [file], set[str]()
     for one in waiting:  # grows
         defaults = mapping(one).get("defaults")
@@ -59,7 +59,7 @@ def parts(file: Path) -> set[str]:
 
 
 def content(file: Path) -> Any:
-    """What a yaml holds; None where it cannot be read: `unreadable` says why when it is chosen."""
+    """Return the content of a yaml; None where it cannot be read: `unreadable` has the reason."""
     try:
         return yaml.load(read_text(file), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (yaml.YAMLError, ValueError, OSError, RecursionError):
@@ -67,7 +67,7 @@ def content(file: Path) -> Any:
 
 
 def saved(file: Path) -> Any:
-    """The content of a yaml that Hydra has written beside a run; None where there is none.
+    """Return the content of a yaml that Hydra has written beside a run; None where there is none.
 
     Raises ConfigError for a damaged one, and for one that refers to its own parts: Hydra's do not, and a line could
     stand for billions.
@@ -84,7 +84,7 @@ def saved(file: Path) -> Any:
 
 
 def mapping(file: Path) -> Mapping[str, Any]:
-    """The same, of a yaml that holds keys; empty for any other."""
+    """Return the content of a yaml of keys; empty for any other."""
     found = content(file)
     return found if isinstance(found, Mapping) else {}
 
@@ -128,7 +128,7 @@ def _is_mapping(*values: Any) -> bool:
 
 
 def listing(script: str, folders: Sequence[Path], chosen: Mapping[str, str | None]) -> str:
-    """The groups that a script takes, and each option with what it asks or is; a star is before what is chosen."""
+    """Return the groups that a script takes, each option with its first sentence, and a star before each choice."""
     lines: list[str] = []
     for group, names in sorted(groups_of(folders).items()):
         shown = sorted(name for name in names if not name.startswith(HIDDEN))
@@ -145,12 +145,12 @@ def listing(script: str, folders: Sequence[Path], chosen: Mapping[str, str | Non
 
 
 def opening(text: str) -> str:
-    """The first paragraph of the comment that a yaml opens with, in one line."""
+    """Return the first paragraph of the comment that a yaml opens with, in one line."""
     lines = (line for line in text.splitlines() if not line.startswith("# @package"))
     return " ".join(line[2:].strip() for line in takewhile(lambda line: line.startswith("# "), lines))
 
 
 def _short(paragraph: str) -> str:
-    """Its first sentence, and how long it takes, if it says that."""
+    """Return the first sentence of a paragraph, and the duration in it."""
     first, time = SENTENCE.match(paragraph), TIME.search(paragraph)
     return " ".join([first[0] if first else paragraph, *([f"[{time[1]}]"] if time else [])])

@@ -251,7 +251,7 @@ def _asked(words: str, folder: Path) -> tuple[str, Table, dict[str, str]]:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether a folder with a summary is an arm's seed, or a tuning attempt; the runs inside of an arm are parts."""
+    """Return whether a folder with a summary is an arm's seed, or a tuning attempt; runs inside of an arm are parts."""
     return re.fullmatch(r"seed-?\d+", folder.name) is not None
 
 

@@ -91,7 +91,7 @@ class Run:
         return failed and self.config is not None and summary.get("identity") == folder.identity(self.config)
 
     def finished(self) -> bool:
-        """Whether its results are there, and those of all runs before it. A run with a broken checkpoint is not
+        """Return whether its results are there, and those of all runs before it. A run with a broken checkpoint is not
         finished: started again, it names the remedy."""
         if self.after and not self.after.finished():
             return False
@@ -144,7 +144,7 @@ class Trial:
         return self.values is not None and any(run.diverged for run in self.runs.values())
 
     def finished(self) -> bool:
-        """Whether all of its runs have come to their end, or it has diverged."""
+        """Return whether all of its runs have come to their end, or it has diverged."""
         return self.diverged or all(run.finished() for run in self.runs.values())
 
     def note(self, **facts: Any) -> None:

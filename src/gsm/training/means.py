@@ -27,12 +27,12 @@ class WeightedMean(Metric):
         self.add_state("weight", torch.tensor(0.0), dist_reduce_fx="sum")
 
     def update(self, value: Tensor, weight: Tensor | float = 1.0) -> None:
-        """Adds a scalar that counts ``weight`` times; weight 0 adds nothing."""
+        """Add a scalar that counts ``weight`` times; weight 0 adds nothing."""
         self.total += torch.where(torch.as_tensor(weight, device=value.device) > 0, value * weight, 0)
         self.weight += weight
 
     def compute(self) -> Tensor:
-        """The mean so far; NaN if nothing has counted."""
+        """Return the mean so far; NaN if nothing has counted."""
         return self.total / self.weight
 
 
@@ -43,7 +43,7 @@ class Means:
         self._means: dict[str, WeightedMean] = {}
 
     def update(self, name: str, value: Tensor, weight: Tensor | float = 1.0) -> None:
-        """Adds a scalar to the mean of that name."""
+        """Add a scalar to the mean of that name."""
         if name not in self._means:
             self._means[name] = WeightedMean().to(value.device)
         self._means[name].update(value.detach(), weight)
@@ -69,7 +69,7 @@ class OverTargets:
         self._unit: Tensor | None = None  # number of targets of its first batch that has any
 
     def weigh(self, loss: Tensor, count: Tensor) -> Tensor:
-        """The loss of the next batch, a mean over ``count`` targets, times ``count`` over that of the first one."""
+        """Return the loss of the next batch, a mean over ``count`` targets, times ``count`` over that of the first."""
         count = count.to(torch.promote_types(loss.dtype, torch.float32))
         if self._total is None or self._unit is None:
             self._total = self._unit = count

@@ -69,12 +69,12 @@ class LanguageModeling(lightning.LightningModule):
             self.model.compile_blocks()
 
     def configure_model(self) -> None:
-        """Divides the model among ranks where that is the strategy."""
+        """Divide the model among ranks where that is the strategy."""
         if isinstance(self.trainer.strategy, Sharded):
             self.trainer.strategy.shard(self.model)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """The optimiser over the model's groups, its learning rate a function of the step."""
+        """Return the optimiser over the model's groups, its learning rate a function of the step."""
         steps = self.trainer.max_steps
         if steps < 1:
             raise ValueError(
@@ -97,7 +97,7 @@ class LanguageModeling(lightning.LightningModule):
                     group["lr"] = peak * factor(schedule.last_epoch)
 
     def forward(self, batch: Mapping[str, Tensor]) -> tuple[Output, Tensor]:
-        """The model's output on a batch, and its targets; where several ranks divide its sequences, of the pieces here.
+        """Return the model's output on a batch and its targets; of the pieces here where ranks divide its sequences.
 
         Args:
             batch: int64 [B, T] each: ``tokens``; optionally ``targets`` (-100 is ignored; without, the next token of
@@ -112,7 +112,7 @@ class LanguageModeling(lightning.LightningModule):
         return self.model(**arguments), target_BT
 
     def training_step(self, batch: Mapping[str, Tensor], _: int) -> dict[str, Tensor]:
-        """Cross-entropy plus the losses that the model adds to it, weighted by the batch's share of the step's targets.
+        """Return cross-entropy plus the losses of the model, weighted by the batch's share of the step's targets.
 
         Raises FloatingPointError if it is not finite, where one device trains, and that is a CPU.
         """
@@ -140,7 +140,7 @@ class LanguageModeling(lightning.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clips by norm, the indexer on its own: its loss is another one, and must not shrink the model's gradients."""
+        """Clip by norm, the indexer on its own: its loss is another one, and must not shrink the model's gradients."""
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             scaler.unscale_(optimizer)  # Lightning leaves it to a fused optimiser's step, which comes after clipping
@@ -152,7 +152,7 @@ class LanguageModeling(lightning.LightningModule):
                 self._refuse_broken(f"gradient norm of step {self.global_step}", norm)
 
     def clip(self, optimizer: torch.optim.Optimizer, limit: float | None) -> list[Tensor]:
-        """Scales the gradients of each of the two down to a norm of ``limit``; returns the norms they had."""
+        """Scale the gradients of each of the two down to a norm of ``limit``; return the norms they had."""
         norms = []
         for name, is_indexer in (("gradient_norm", False), ("indexer_gradient_norm", True)):
             groups = [group for group in optimizer.param_groups if group["name"].startswith("indexer") == is_indexer]
@@ -188,7 +188,7 @@ class LanguageModeling(lightning.LightningModule):
             self.trainer.should_stop = True
 
     def validation_step(self, batch: Mapping[str, Tensor], _: int) -> None:
-        """Adds one batch to the means."""
+        """Add one batch to the means."""
         out, target_BT = self(batch)
         counted_BT = target_BT != IGNORED
         count = counted_BT.sum()
@@ -202,7 +202,7 @@ class LanguageModeling(lightning.LightningModule):
             self.val_means.update("val/accuracy", right / count.clamp(min=1), count)
 
     def on_validation_epoch_end(self) -> None:
-        """Logs the validation set as a whole."""
+        """Log the validation set as a whole."""
         means = self.val_means.compute()
         bytes_per_token, loss = means.pop("val/bytes_per_token", None), means["val/loss"]
         if bytes_per_token is not None:
@@ -233,7 +233,7 @@ class LanguageModeling(lightning.LightningModule):
         return strategy.sequences if isinstance(strategy, Sharded) else None
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
-        """The sum over all ranks; unlike Lightning's ``reduce``, this makes no host wait for its GPU."""
+        """Return the sum over all ranks; unlike Lightning's ``reduce``, this makes no host wait for its GPU."""
         if self.trainer.world_size > 1:
             value = value.clone()
             torch.distributed.all_reduce(value)
@@ -241,7 +241,7 @@ class LanguageModeling(lightning.LightningModule):
 
 
 def clip_norm(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
-    """Scales gradients down to a norm of ``limit`` in all; returns the norm they had. Ranks may divide them in several
+    """Scale gradients down to a norm of ``limit`` in all; return the norm they had. Ranks may divide them in several
     ways."""
     by_mesh: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -257,7 +257,7 @@ def clip_norm(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
 
 
 def next_tokens(tokens_BT: Tensor, document_BT: Tensor | None = None) -> Tensor:
-    """Targets int64 [B, T]: the next token of the same document, -100 where there is none."""
+    """Return targets int64 [B, T]: the next token of the same document, -100 where there is none."""
     target_BT = torch.full_like(tokens_BT, IGNORED)
     target_BT[:, :-1] = tokens_BT[:, 1:]
     if document_BT is not None:

@@ -56,7 +56,7 @@ class AdamW:
             )
 
     def build(self, groups: Mapping[str, Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
-        """One parameter group per non-empty entry of ``groups``, carrying its name; frozen parameters are left out."""
+        """Build an optimiser with a group of trained parameters for each entry of ``groups``, with its name."""
         return self._adamw(groups, self.learning_rate)
 
     def _adamw(self, groups: Mapping[str, Sequence[nn.Parameter]], rate: float) -> torch.optim.Optimizer:
@@ -136,7 +136,7 @@ class Muon(AdamW):
         within(0, 1000, adamw_factor=self.adamw_factor)
 
     def build(self, groups: Mapping[str, Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
-        """The group ``decay`` goes to Muon where it is a matrix, all else to AdamW, as there."""
+        """Give the matrices of the group ``decay`` to Muon, and all else to AdamW."""
         matrices = [p for p in groups["decay"] if p.ndim == 2]
         taken = {id(p) for p in matrices}
         rest = {name: [p for p in parameters if id(p) not in taken] for name, parameters in groups.items()}
@@ -151,7 +151,7 @@ class Muon(AdamW):
 
 
 def check_groups(model: nn.Module, groups: Mapping[str, Sequence[nn.Parameter]]) -> None:
-    """Raises ValueError unless every parameter that is trained stands in exactly one group."""
+    """Raise ValueError unless every parameter that is trained stands in exactly one group."""
     grouped = [id(p) for parameters in groups.values() for p in parameters]
     trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     missing = sorted(name for key, name in trained.items() if key not in grouped)
@@ -174,7 +174,7 @@ class Together(torch.optim.Optimizer):
         self._share()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of each."""
+        """Do a step of each."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -184,7 +184,7 @@ class Together(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up the states of all."""
+        """Take up the states of all."""
         super().load_state_dict(state_dict)
         self._share()
 

@@ -91,7 +91,7 @@ def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, write
 
 
 def sample(model: LanguageModel, data: DataModule, given: int = 32, new: int = 64) -> str:
-    """A few lines that the model writes after the start of a held-out text."""
+    """Return a few lines that the model writes after the start of a held-out text."""
     prompt_T = next(data.validation())["tokens"][:given]
     assert data.tokenizer is not None  # only text is written
     device = next(model.parameters()).device

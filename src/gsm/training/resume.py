@@ -51,7 +51,7 @@ class ResumeState(lightning.Callback):
     def on_save_checkpoint(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Adds the format, the RNG states, the number of ranks that share out sequences, and the names of the
+        """Add the format, the RNG states, the number of ranks that share out sequences, and the names of the
         optimiser's entries, so that an error can name a missing entry."""
         checkpoint["format"] = FORMAT
         checkpoint[STATE] = {"random": random_states(pl_module.device), "world": sharing(trainer)[0]}
@@ -61,12 +61,12 @@ class ResumeState(lightning.Callback):
     def on_load_checkpoint(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keeps the RNG states for the start of training, and sets Lightning's counters."""
+        """Keep the RNG states for the start of training, and sets Lightning's counters."""
         self._random = checkpoint[STATE]["random"]
         set_counters(checkpoint["loops"]["fit_loop"], checkpoint["global_step"], trainer.accumulate_grad_batches)
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Restores the RNG states, last of all: loading and setting up draw random numbers too."""
+        """Restore the RNG states, last of all: loading and setting up draw random numbers too."""
         if self._random is not None:
             trainer.fit_loop.epoch_loop.restarting = False  # the counters are right; see `set_counters`
             restore_random_states(self._random, pl_module.device)
@@ -74,7 +74,7 @@ class ResumeState(lightning.Callback):
 
 
 def set_counters(fit_loop: dict[str, Any], step: int, accumulated: int) -> None:
-    """Sets Lightning's counters in a checkpoint to those of a pass over the data about to begin, after ``step`` steps.
+    """Set Lightning's counters in a checkpoint to those of a pass over the data about to begin, after ``step`` steps.
 
     Lightning 2.6 (``_TrainingEpochLoop.update_restart_stage``) otherwise infers from its counters in which hook the
     checkpoint was written, and skips or repeats a batch or a validation accordingly
@@ -102,7 +102,7 @@ def hide_after(logger: TensorBoardLogger, step: int) -> None:
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """The states of the default random number generators of this process, as plain containers and tensors."""
+    """Return the states of the default random number generators of this process, as plain containers and tensors."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     states = {"torch": torch.get_rng_state(), "python": random.getstate()}
     states["numpy"] = [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest]
@@ -110,7 +110,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Restores them; a GPU's only from a checkpoint that was written on a GPU."""
+    """Restore them; a GPU's only from a checkpoint that was written on a GPU."""
     torch.set_rng_state(states["torch"])
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))

@@ -26,7 +26,7 @@ HALVES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}  # dtype of all
 
 
 def refuse_other_state(path: Path, task: LanguageModeling, precision: str | None) -> None:
-    """Compares names, shapes and dtypes in a checkpoint with those of a model and of its optimiser's parameters.
+    """Compare names, shapes and dtypes in a checkpoint with those of a model and of its optimiser's parameters.
 
     Args:
         path: path of the checkpoint; its tensors stay on the disk.

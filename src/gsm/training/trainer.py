@@ -89,7 +89,7 @@ def build(config: Mapping[str, Any], summary: Summary) -> lightning.Trainer:
 
 
 def quiet() -> None:
-    """Leaves out what Lightning tells everybody; its warnings about the run at hand stay."""
+    """Leave out what Lightning tells everybody; its warnings about the run at hand stay."""
     for name in (
         "lightning.pytorch.utilities.rank_zero",
         "lightning.fabric.utilities.seed",
@@ -154,7 +154,7 @@ def refuse_early(config: Mapping[str, Any]) -> None:
 
 
 def batches_a_step(config: Mapping[str, Any], world: int) -> int:
-    """How many batches of every rank make up a step of ``global_batch`` sequences; one where that is null.
+    """Return the number of batches of every rank in a step of ``global_batch`` sequences; 1 where that is null.
 
     Raises ConfigError where they do not come to that number, with values that would fit.
     """
@@ -169,7 +169,7 @@ def batches_a_step(config: Mapping[str, Any], world: int) -> int:
 
 
 def _divided(config: Mapping[str, Any], world: int) -> int:
-    """The same, before the end of a pass is looked at."""
+    """Return the same number, without a look at the end of a pass."""
     total, batch = config["global_batch"], config["data"].get("batch_size")
     if total is None:
         return 1
@@ -193,7 +193,7 @@ def _divided(config: Mapping[str, Any], world: int) -> int:
 
 
 def meet(config: Mapping[str, Any]) -> None:
-    """Joins the ranks that torchrun or srun has started, so that they can agree before any of them does something.
+    """Join the ranks that torchrun or srun has started, so that they can agree before any of them does something.
 
     Lightning does so when training begins, and then finds it done. Ranks that it starts itself come later: one process
     prepares everything before there are others.
@@ -227,19 +227,19 @@ def meet(config: Mapping[str, Any]) -> None:
 
 
 def _environment(chosen: Mapping[str, Any]) -> ClusterEnvironment | None:
-    """Who has started this process as one of several that train together; None: nobody, or Lightning."""
+    """Return the launcher of this process as one of several that train together; None: nobody, or Lightning."""
     if TorchElasticEnvironment.detect():
         return TorchElasticEnvironment()
     return SLURMEnvironment(auto_requeue=False) if SLURMEnvironment.detect() and not _is_alone(chosen) else None
 
 
 def _is_alone(chosen: Mapping[str, Any]) -> bool:
-    """Whether the Trainer has one device, whoever else was started beside this process."""
+    """Return whether the Trainer has one device, whoever else was started beside this process."""
     return not chosen.get("strategy") and chosen.get("devices", "auto") == 1 and chosen.get("num_nodes", 1) == 1
 
 
 def refuse_divided(trainer: lightning.Trainer, task: LanguageModeling) -> None:
-    """Raises ConfigError for what cannot be where every rank has only its share of the model."""
+    """Raise ConfigError for what cannot be where every rank has only its share of the model."""
     if not isinstance(trainer.strategy, Sharded):
         return
     if not task.optimizer.shardable:
@@ -274,7 +274,7 @@ def refuse_shared_experts(parts: Sequence[Experts], ranks: int, world: int) -> N
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the Trainer is made with. Raises ConfigError for an argument that a run does not take."""
+    """Return the arguments of the Trainer. Raises ConfigError for an argument that a run does not take."""
     chosen = dict(config["trainer"])
     refuse_numbers(chosen)
     context, strategy = chosen.pop("context", None), chosen.get("strategy")
@@ -307,7 +307,7 @@ def refuse_numbers(chosen: Mapping[str, Any]) -> None:
 
 
 def refuse_arguments(chosen: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an argument of the Trainer that a run does not take, or not with this value."""
+    """Raise ConfigError for an argument of the Trainer that a run does not take, or not with this value."""
     for name, value in chosen.items():
         if not (name in TAKEN or name.startswith("_") or value is None):
             raise ConfigError(

@@ -19,7 +19,7 @@ from gsm.models.base import LanguageModel
 
 
 def take(model: LanguageModel, path: str, config: Mapping[str, Any]) -> None:
-    """Gives a model the weights of a checkpoint.
+    """Give a model the weights of a checkpoint.
 
     Args:
         model: of the configuration, with any weights.
@@ -41,7 +41,7 @@ def take(model: LanguageModel, path: str, config: Mapping[str, Any]) -> None:
 
 
 def tokenizer(path: str) -> Tokenizer | None:
-    """The tokenizer of a checkpoint; None if it has none. Raises as `take` does."""
+    """Return the tokenizer of a checkpoint; None if it has none. Raises as `take` does."""
     saved = read_checkpoint(path, mmap=True)
     return tokenizer_of(saved, path) if saved.get("tokenizer") else None
 
@@ -59,12 +59,12 @@ def begins(config: Mapping[str, Any]) -> str | None:
 
 
 def is_branch(config: Mapping[str, Any]) -> bool:
-    """Whether a run takes more than weights from where it starts: optimiser, steps, its place in the data."""
+    """Return whether a run takes more than weights from where it starts: optimiser, steps, its place in the data."""
     return bool(config.get("start_from")) and not config.get("start_fresh", True)
 
 
 def _other_fields(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """The fields of the model that two configurations differ in, for an error."""
+    """Return the fields of the model that two configurations differ in, for an error."""
     saved = flat(checkpoint["hyper_parameters"]["config"]["model"], "model.")
     chosen = flat(config["model"], "model.")
     return contrast(saved, chosen, sorted(saved.keys() | chosen.keys(), key=lambda key: (".geometry." in key, key)))

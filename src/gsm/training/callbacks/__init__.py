@@ -10,6 +10,6 @@ Kind = TypeVar("Kind")
 
 
 def find(trainer: lightning.Trainer, kind: type[Kind]) -> list[Kind]:
-    """The callbacks of a trainer that are of this type."""
+    """Return the callbacks of a trainer that are of this type."""
     callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue] # which Lightning does not declare
     return [callback for callback in callbacks if isinstance(callback, kind)]

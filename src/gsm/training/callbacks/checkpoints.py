@@ -54,7 +54,7 @@ class Latest(Checkpoint):
         self._took = 0.0
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Starts counting minutes."""
+        """Start counting minutes."""
         self._since = time.monotonic()
 
     def on_train_batch_end(
@@ -64,7 +64,7 @@ class Latest(Checkpoint):
         self.settled = ends_interval(trainer)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Saves; after ``Best`` has judged, so that its verdict is saved too."""
+        """Save; after ``Best`` has judged, so that its verdict is saved too."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._validated = True
             if self.settled:
@@ -73,7 +73,7 @@ class Latest(Checkpoint):
     def on_train_batch_start(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Saves if nothing is pending and it is time to; the first hook after metrics are logged."""
+        """Save if nothing is pending and it is time to; the first hook after metrics are logged."""
         if self.settled and self.saved != trainer.global_step:
             wait = max(self.minutes * 60, self._took / self.share)
             due = self._validated or time.monotonic() - self._since > wait
@@ -81,11 +81,11 @@ class Latest(Checkpoint):
                 self.save(trainer)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Saves the last step where no validation followed it."""
+        """Save the last step where no validation followed it."""
         self.save(trainer)
 
     def save(self, trainer: lightning.Trainer) -> None:
-        """Saves, unless this step is saved already, or none was done."""
+        """Save, unless this step is saved already, or none was done."""
         if trainer.global_step in (0, self.saved):
             return
         start = time.monotonic()
@@ -124,7 +124,7 @@ class Best(Checkpoint):
             save(trainer, self.path)
 
     def state_dict(self) -> dict[str, Any]:
-        """The verdict so far."""
+        """Return the verdict so far."""
         return {"lowest": self.lowest}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -140,7 +140,7 @@ class WholeFiles(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None):
-        """Makes the whole file in memory first: PyTorch's writer hides why a disk refuses. Raises OSError."""
+        """Make the whole file in memory first: PyTorch's writer hides why a disk refuses. Raises OSError."""
         if storage_options is not None:
             raise TypeError(f"storage_options is {storage_options!r}, but a checkpoint on a local disk takes none")
         save_whole(checkpoint, path)

@@ -59,7 +59,7 @@ class Interruption(lightning.Callback):
         self._foreign = {number for number in warnings if callable(signal.getsignal(number))}
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Puts the handlers, where Python allows it."""
+        """Put the handlers, where Python allows it."""
         every = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
         if trainer.is_global_zero and find(trainer, Latest):
             self._notice = f"goes on to the end of its logging interval, a multiple of {every} steps, is saved and ends"
@@ -70,16 +70,16 @@ class Interruption(lightning.Callback):
     def on_train_batch_start(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Ends training between two batches, if nothing is pending; at once where nothing would be saved."""
+        """End training between two batches, if nothing is pending; at once where nothing would be saved."""
         if all(latest.settled for latest in find(trainer, Latest)):
             self._stop(trainer)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Ends a run that has just finished training before its conclusions."""
+        """End a run that has just finished training before its conclusions."""
         self._stop(trainer)
 
     def _stop(self, trainer: lightning.Trainer) -> None:
-        """Saves and raises if there was a signal on any rank: a machine that is taken away need not be the first."""
+        """Save and raises if there was a signal on any rank: a machine that is taken away need not be the first."""
         numbers = [self.signal] * trainer.world_size
         if trainer.world_size > 1:
             torch.distributed.all_gather_object(numbers, self.signal)

@@ -60,7 +60,7 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Appends one line for each metric, by name: Lightning gives them in the order in which they first came.
+        """Append one line for each metric, by name: Lightning gives them in the order in which they first came.
 
         Raises OSError, which names the file.
         """
@@ -84,7 +84,7 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Sees to it that the lines survive a power cut: a checkpoint that is written now relies on them."""
+        """Write the lines to the disk, so that they survive a power cut: a checkpoint relies on them."""
         if self.path.is_file():
             with self.path.open("a") as file:
                 os.fsync(file.fileno())
@@ -94,6 +94,6 @@ class MetricsFile(Logger):
 
 
 def _lines(path: str | os.PathLike[str]) -> list[str]:
-    """The lines of such a file, garbled bytes replaced. Raises OSError."""
+    """Return the lines of such a file, garbled bytes replaced. Raises OSError."""
     with open_regular(path) as file:
         return file.read().decode("utf-8", errors="replace").splitlines(keepends=True)

@@ -64,7 +64,7 @@ class Pictures(lightning.Callback):
         self._drawn: int | None = None
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
-        """Takes the sequences. A rank that has its share of a model cannot look at them on its own."""
+        """Take the sequences. A rank that has its share of a model cannot look at them on its own."""
         data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
         if data is None or not isinstance(pl_module.model, GSM) or not trainer.is_global_zero:
             return
@@ -78,18 +78,18 @@ class Pictures(lightning.Callback):
         }
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
-        """Draws, if enough steps were taken since."""
+        """Draw, if enough steps were taken since."""
         step = trainer.global_step
         if self._drawn is None or step <= self._drawn or step >= self._drawn + self.every:
             self._drawn = step
             self._draw(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """The step of the latest pictures."""
+        """Return the step of the latest pictures."""
         return {"drawn": self._drawn}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a checkpoint."""
+        """Go on from a checkpoint."""
         self._drawn = state_dict["drawn"]
 
     def _draw(self, trainer: lightning.Trainer, task: LanguageModeling) -> None:
@@ -143,7 +143,7 @@ def histograms(model: GSM, seen: Recording) -> Iterator[tuple[str, Tensor]]:
 
 
 def _boards(trainer: lightning.Trainer) -> list[Any]:
-    """The loggers that take pictures."""
+    """Return the loggers that take pictures."""
     return [logger for logger in trainer.loggers if hasattr(logger, "log_image")]
 
 

@@ -40,7 +40,7 @@ class Profile(lightning.Callback):
     def on_train_batch_start(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begins to watch, when it is time."""
+        """Begin to watch, when it is time."""
         if not self.enabled or not trainer.is_global_zero or self._watching is not None:
             return
         self._first = trainer.global_step + self.after if self._first is None else self._first
@@ -56,7 +56,7 @@ class Profile(lightning.Callback):
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Ends, and writes, after the last step that is watched."""
+        """End, and writes, after the last step that is watched."""
         if self._watching is not None and self._first is not None and trainer.global_step >= self._first + self.steps:
             self._end(pl_module.device)
 

@@ -32,13 +32,13 @@ class Progress(lightning.Callback):
         self._shown = 0.0
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Remembers where this process started, for the time left."""
+        """Remember where this process started, for the time left."""
         self._start = (trainer.global_step, time.perf_counter())
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Prints the line of a finished step."""
+        """Print the line of a finished step."""
         step = trainer.global_step
         stays = ends_step(trainer) and (step % self.every == 0 or step == trainer.max_steps)
         if trainer.is_global_zero and (stays or self._may_rewrite()):
@@ -89,7 +89,7 @@ class Progress(lightning.Callback):
         return self._terminal and time.perf_counter() - self._shown > 0.25
 
     def _show(self, line: str, stays: bool) -> None:
-        """Writes a line; the next line overwrites it unless it stays."""
+        """Write a line; the next line overwrites it unless it stays."""
         sys.stdout.write((CLEAR_LINE if self._terminal else "") + line + ("\n" if stays else ""))
         sys.stdout.flush()
         self._shown = time.perf_counter()
@@ -104,7 +104,7 @@ VALIDATION = (
 
 
 def clock(seconds: float) -> str:
-    """Seconds as ``3:07`` or ``1:02:45``."""
+    """Return seconds as ``3:07`` or ``1:02:45``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

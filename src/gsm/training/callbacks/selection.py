@@ -42,14 +42,14 @@ class DenseFirst(lightning.Callback):
         self._own: dict[nn.Module, int] = {}
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
-        """Remembers the model's own K."""
+        """Remember the model's own K."""
         self._own = {module: module.top_k for module in selecting(pl_module.model)}
         self._ratio = cast(Any, pl_module.model).geometry.encoder_ratio
 
     def on_train_batch_start(
         self, trainer: lightning.Trainer, pl_module: LanguageModeling, batch: Any, batch_idx: int
     ) -> None:
-        """Sets K for the step that begins."""
+        """Set K for the step that begins."""
         length = batch["tokens"].shape[1]
         for module, configured in self._own.items():
             slots = math.ceil(length / getattr(module, "ratio", self._ratio))
@@ -75,5 +75,5 @@ class DenseFirst(lightning.Callback):
 
 
 def selecting(model: LanguageModel) -> Iterator[Any]:
-    """The modules of a model that select bank entries."""
+    """Return the modules of a model that select bank entries."""
     return (module for module in model.modules() if isinstance(getattr(module, "top_k", None), int))

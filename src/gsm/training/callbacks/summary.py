@@ -70,11 +70,11 @@ class Summary(lightning.Callback):
         return dict(self._found)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a checkpoint."""
+        """Go on from a checkpoint."""
         self._found = dict(state_dict)
 
     def add(self, trainer: lightning.Trainer, **facts: Any) -> dict[str, Any]:
-        """Brings the measurements up to date, adds ``facts``, writes the file; returns the whole of it."""
+        """Update the measurements, add ``facts``, write the file, and return its content."""
         throughput = next(iter(find(trainer, Throughput)), None)
         self.facts |= {
             "steps": trainer.global_step,
@@ -91,7 +91,7 @@ class Summary(lightning.Callback):
 
 
 def number(value: torch.Tensor | float | None) -> float | None:
-    """A scalar as a float, for JSON."""
+    """Return a scalar as a float, for JSON."""
     return None if value is None else float(value)
 
 

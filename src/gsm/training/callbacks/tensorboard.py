@@ -160,7 +160,7 @@ class Hyperparameters(lightning.Callback):
         self.values["seed"] = str(self.values["seed"])  # a name, not an amount: TensorBoard writes 1 as 1.0000
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Writes all hyper-parameters, and the names of all metrics."""
+        """Write all hyper-parameters, and the names of all metrics."""
         mine = _boards(trainer)
         for logger in mine:
             logger.hparams.update(self.values)  # for hparams.yaml
@@ -172,7 +172,7 @@ class Hyperparameters(lightning.Callback):
 
 
 def charts(tags: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
-    """The part of the layout for which there are tags, as ``SummaryWriter.add_custom_scalars`` takes it."""
+    """Return the part of the layout for which there are tags, as ``SummaryWriter.add_custom_scalars`` takes it."""
     tags = list(tags)
     layout = {
         tab: {
@@ -202,7 +202,7 @@ def records(values: Mapping[str, Any], first: Iterable[str], metrics: Iterable[s
 
 
 def look_up(config: Mapping[str, Any], path: str) -> str | int | float | bool:
-    """The value at a path; lists and a missing value as text, since the tab knows numbers, booleans and text."""
+    """Return the value at a path; lists and a missing value as text, since the tab knows numbers, booleans and text."""
     value: Any = config
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -212,5 +212,5 @@ def look_up(config: Mapping[str, Any], path: str) -> str | int | float | bool:
 
 
 def _boards(trainer: lightning.Trainer) -> list[TensorBoardLogger]:
-    """The TensorBoard loggers, on the rank that writes."""
+    """Return the TensorBoard loggers, on the rank that writes."""
     return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero]

@@ -39,7 +39,7 @@ class Throughput(lightning.Callback):
         return self.tokens / self.seconds if self.seconds else None
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Starts the clock."""
+        """Start the clock."""
         self._device = pl_module.device
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -49,7 +49,7 @@ class Throughput(lightning.Callback):
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the batch; at the end of an interval, logs."""
+        """Count the batch; at the end of an interval, logs."""
         self.tokens += batch["tokens"].numel() * sharing(trainer)[0]
         if ends_interval(trainer):
             self._read_clock()
@@ -61,30 +61,30 @@ class Throughput(lightning.Callback):
             pl_module.log_dict({"train/tokens": self._total(), **measured})
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Stops the clock."""
+        """Stop the clock."""
         if not ends_interval(trainer):  # the end of an interval has logged it
             pl_module.log("train/tokens", self._total())
         self._read_clock()
         self._clock = None
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Starts the clock again."""
+        """Start the clock again."""
         self._clock = time.perf_counter()
 
     def state_dict(self) -> dict[str, Any]:
-        """The totals, so that a resumed run reports the whole of itself."""
+        """Return the totals, so that a resumed run reports the whole of itself."""
         self._read_clock()
         return {"tokens": self.tokens, "seconds": self.seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a checkpoint."""
+        """Go on from a checkpoint."""
         self.tokens, self.seconds = state_dict["tokens"], state_dict["seconds"]
 
     def _total(self) -> Tensor:
         return torch.tensor(float(self.tokens), dtype=torch.float64)  # float32 is exact to 17 million only
 
     def _read_clock(self) -> None:
-        """Adds the time since the last reading; on a GPU, after its queue has run dry."""
+        """Add the time since the last reading; on a GPU, after its queue has run dry."""
         if self._clock is None:
             return
         if self._device.type == "cuda":

@@ -68,7 +68,7 @@ def agreed(
 
 
 def compare(make: Callable[[], Mapping[str, Any]], order: Callable[[str], Any] = str) -> None:
-    """Refuses connected ranks with different values; they would train different weights, or hang.
+    """Refuse connected ranks with different values; they would train different weights, or hang.
 
     Args:
         make: gives the values of this rank, by their keys.

@@ -115,7 +115,7 @@ class Sharded(ModelParallelStrategy):
         fully_shard(model, **options)
 
     def _share_experts(self, model: LanguageModel) -> None:
-        """Gives each rank its share of the experts of every layer. Ranks with the same experts divide them further.
+        """Give each rank its share of the experts of every layer. Ranks with the same experts divide them further.
         Their gradients already are means over the ranks that share them."""
         copies = self.world_size // self.experts
         mesh = init_device_mesh(self.root_device.type, (copies, self.experts), mesh_dim_names=("copies", "experts"))
@@ -178,7 +178,7 @@ class Sharded(ModelParallelStrategy):
         ranks.agreed(write, group)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = True) -> dict[str, Any]:
-        """Takes up weights and the optimiser's state: of parts or of one file, from any number of ranks."""
+        """Take up weights and the optimiser's state: of parts or of one file, from any number of ranks."""
         path = Path(checkpoint_path)
         checkpoint = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
         owners = {key: value for key, value in self._parameters().items() if isinstance(value, DTensor)}
