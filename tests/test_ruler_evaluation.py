@@ -170,7 +170,7 @@ def test_a_length_without_samples_is_refused_before_anything_is_measured(tmp_pat
     path, model = tmp_path / "ruler.json", Oracle(RIGHT.say)
     ask(model, path=path, lengths=(400,))
     before, asked = path.read_bytes(), model.asked
-    with pytest.raises(ValueError, match="length 20 is too short"):
+    with pytest.raises(ValueError, match="length=20 is not allowed"):
         ask(model, path=path, lengths=(400, 20), identity={"step": 7})
     assert (path.read_bytes(), model.asked) == (before, asked) and list(tmp_path.iterdir()) == [path]
 
@@ -206,7 +206,7 @@ def test_a_run_is_adapted_and_asked_from_the_command_line(tmp_path: Path, capsys
     assert held_out["text"]["targets"] == 2 * 4, "of each example a blank, two digits and the end"
     with pytest.raises(SystemExit, match="lengths is '4K', but takes whole numbers"):
         commands.call([f"checkpoint={tmp_path}", "ruler.lengths=4K", "device=cpu"])
-    with pytest.raises(ConfigError, match="unknown template 'shrt'"):
+    with pytest.raises(ConfigError, match="template=shrt is not allowed because it is unknown"):
         Ruler(str(tmp_path), template="shrt", device="cpu").evaluate()
 
 

@@ -234,7 +234,7 @@ class Ingredients:
     ) -> Ingredients:
         """Build them from names; see `TEMPLATES`, `open_haystack` and `open_keys`. Raise as they do, and ValueError."""
         if template not in TEMPLATES:
-            raise ValueError(f"unknown template {template!r}; the known ones are {', '.join(TEMPLATES)}")
+            raise ValueError(f"template={template} is not allowed because it is unknown. Use {' or '.join(TEMPLATES)}.")
         return cls(TEMPLATES[template], open_haystack(haystack, text_field), open_keys(keys, words), new_tokens)
 
     def facts(self) -> dict[str, str | int | None]:

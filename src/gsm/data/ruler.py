@@ -393,8 +393,10 @@ class Questions:
         self, task: str, tokenizer: Tokenizer, ingredients: Ingredients | None = None, part: str = "evaluation"
     ) -> None:
         if task not in TASKS or part not in ("evaluation", "training"):
-            values = f"{', '.join(TASKS)}, and of part evaluation, training"
-            raise ValueError(f"unknown task {task!r} or part {part!r}; the known values of task are {values}")
+            raise ValueError(
+                f"task={task} with part={part} is not allowed because it is unknown. Use {', '.join(TASKS)}, with the "
+                "part evaluation or training."
+            )
         self.name, self.task, self.tokenizer, self.part = task, TASKS[task], tokenizer, part
         self.ingredients = made = ingredients or Ingredients()
         self.new_tokens = made.new_tokens or self.task.wording(made).new_tokens
@@ -441,10 +443,10 @@ class Questions:
         return Draw(self.ingredients, self.part, numbers, length, seed)
 
     def _too_short(self, length: int, least: int) -> ValueError:
-        remedy = "take longer ones" + ("" if self.ingredients.template.name == "short" else ", or template short")
+        remedy = "" if self.ingredients.template.name == "short" else ", or template=short"
         return ValueError(
-            f"length {length} is too short for {self.name}: with hardly any haystack a sample takes {least} tokens, "
-            f"{self.new_tokens} of them (new_tokens) for the answer; {remedy}"
+            f"length={length} is not allowed because a sample of {self.name} takes {least} tokens with hardly any "
+            f"haystack, {self.new_tokens} of them (new_tokens) for the answer. Use longer lengths{remedy}."
         )
 
     def _tokens(self, sample: Sample) -> int:
