@@ -271,7 +271,7 @@ def test_runs_that_do_not_compare_are_named_below_the_table(
     train_all(toy(tmp_path, "arm=plain", "seed=1", "model.state_size=12", script=fake))
     experiment = toy(tmp_path, "seeds=1", script=fake)
     train_all(experiment)
-    assert "left out, being of another configuration: plain/seed1" in capfd.readouterr().out
+    assert "not in the table, because their configuration differs: plain/seed1" in capfd.readouterr().out
     assert [(row["arm"], row["seed"]) for row in read_csv(tmp_path)] == [("mhc", "0"), ("plain", "0")]
     for arm, corpus in (("mhc", "old"), ("plain", "new")):
         file = place(tmp_path, f"{arm}/seed0/summary.json")

@@ -2,9 +2,9 @@
 
     python train.py experiment=paper_long_context
 
-is the parent, which trains nothing itself. ``gsm.experiments.runs`` composes and checks all runs first. The unfinished
-ones become processes (``python train.py ... arm=gsm folder=logs/<name>/gsm/seed0/extend start_from=...``, or
-``python evaluate.py checkpoint=...``), here or on a cluster. So it can be stopped and given again at any time.
+is the parent process, which trains nothing itself. ``gsm.experiments.runs`` first composes and checks all runs. The
+unfinished ones become processes (``python train.py ... arm=gsm folder=logs/<name>/gsm/seed0/extend start_from=...``, or
+``python evaluate.py checkpoint=...``), here or on a cluster. The command can be stopped and repeated at any time.
 
 docs/experiments.md has the entries ``arms``, ``seeds``, ``runs`` and ``tune`` of a configuration.
 """
@@ -45,7 +45,7 @@ from gsm.training.callbacks.progress import clock
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Train all runs of an experiment, inside of Hydra. Raises ConfigError, SystemExit."""
+    """Train all runs of an experiment in a job of Hydra. Raises ConfigError, SystemExit."""
     job = HydraConfig.get()
     if job.mode == RunMode.MULTIRUN:
         raise ConfigError("an experiment with arms or seeds starts its runs itself: leave out -m (--multirun)")
@@ -62,16 +62,16 @@ def train_all(experiment: Experiment, hand_to: str | None = None) -> Table:
 
     Args:
         experiment: the arms and seeds.
-        hand_to: the launcher of Hydra's that trains; None: processes of this machine.
+        hand_to: the name of the Hydra launcher that gets the runs; None: they are processes of this machine.
 
     Raises:
-        ConfigError: an arm or a run is wrong, or another process works on this experiment.
-        SystemExit: 1 if a run has failed, 128 + the number of a signal that has stopped it.
+        ConfigError: an arm or a run is wrong, or another process trains this experiment.
+        SystemExit: 1 if a run has failed, 128 + the signal's number after a signal.
     """
     _refuse_ranks()
     config, trials = experiment.config, experiment.trials()
     for run in [] if hand_to else in_order(trials):
-        if run.checkpoint and (config["force"] or not run.finished()):  # before anything is moved
+        if run.checkpoint and (config["force"] or not run.finished()):  # an evaluation, checked before folders move
             with naming(f"run {run.folder.name}"):
                 run.measure.require()
     with folder.locked(experiment.held):
@@ -93,7 +93,7 @@ def train_all(experiment: Experiment, hand_to: str | None = None) -> Table:
 
 
 def _set_aside(experiment: Experiment, trials: Sequence[Trial]) -> None:
-    """Move earlier runs away at once, so that an interrupted command can go on without being forced again."""
+    """Move earlier runs aside before any run starts, so that an interrupted command continues without ``force``."""
     force = experiment.config["force"]
     attempts = [] if force else [attempt for arm in experiment.chosen for attempt in experiment.attempts(arm)]
     for trial in (*attempts, *trials):
@@ -110,9 +110,9 @@ def _set_aside(experiment: Experiment, trials: Sequence[Trial]) -> None:
 
 
 def _tune(experiment: Experiment, hand_to: str | None) -> dict[str, list[str]]:
-    """Try values until every arm has its best; return the complaints about arms that have none, by name.
+    """Run the tuning attempts of every arm. Return the error lines of the arms without a best value, by arm.
 
-    A grid has one round. Optuna has several, each of which follows from those before.
+    A grid has one round. Optuna has several rounds, and chooses each by the results of the earlier ones.
     """
     failed: dict[str, list[str]] = {}
     tune = experiment.tune
@@ -126,7 +126,7 @@ def _tune(experiment: Experiment, hand_to: str | None) -> dict[str, list[str]]:
         work.execute(hand_to)
         for attempt in attempts:
             words = [line for run in attempt.runs.values() for line in work.failed.get(run.name, [])]
-            if not words and not attempt.finished():  # a callback has ended it
+            if not words and not attempt.finished():  # a callback has ended the attempt
                 words = [f"{attempt.folder} has ended before its last step, and so cannot be compared"]
             failed |= {attempt.arm: [*failed.get(attempt.arm, []), *words]} if words else {}
     for arm in experiment.chosen:
@@ -140,9 +140,9 @@ class _Work:
     """Starts the runs of trials, keeps their summaries, and prints how each run ends.
 
     Args:
-        experiment: that they are of.
-        trials: to finish.
-        later: trials that start after these, for the time left.
+        experiment: the experiment of the trials.
+        trials: the trials to finish.
+        later: trials that start after these; they count in the time left.
     """
 
     def __init__(self, experiment: Experiment, trials: Sequence[Trial], later: Sequence[Trial] = ()) -> None:
@@ -151,11 +151,11 @@ class _Work:
         self.done = {run: None for run in runs if run.finished()}
         self.waiting = [run for run in runs if run not in self.done]
         self.at_once = min(experiment.config["jobs"], len(self.waiting))
-        self.seconds: list[float] = []  # of the trainings that have ended
+        self.seconds: list[float] = []  # durations of the finished trainings
         self.left = dict.fromkeys([*self.waiting, *(run for trial in later for run in trial.runs.values())])
-        self.failed: dict[str, list[str]] = {}  # complaints, by name
+        self.failed: dict[str, list[str]] = {}  # error lines, by name
         for trial in trials:
-            self._conclude(trial)  # a command that was killed has not
+            self._conclude(trial)  # a killed command may have left a finished trial without its summary
 
     def execute(self, hand_to: str | None) -> None:
         """Start all runs here, or give them to a launcher of Hydra's. Raises SystemExit after a signal."""
@@ -190,7 +190,7 @@ class _Work:
         return _filled(lines)
 
     def complaints(self) -> str:
-        """Return the names of failed runs, with their last words."""
+        """Return the error lines of failed runs, their names, and the command to try again."""
         lines = [line for words in self.failed.values() for line in ["", *words]]
         return "\n".join([*lines, "", f"failed: {', '.join(self.failed)}; to try again:\n  {again()}"])
 
@@ -199,7 +199,7 @@ class _Work:
         if self.at_once > 1:
             print(textwrap.indent(shlex.join(run.command), "    "), flush=True)
         self._note(run, "running")
-        # A single run takes all cores that are free.
+        # A single run uses all idle cores.
         share = {"OMP_NUM_THREADS": str(max(1, threads.cores() // self.at_once))} if self.at_once > 1 else {}
         return Child(run, share, follow=self.at_once == 1)
 
@@ -228,7 +228,7 @@ class _Work:
         print(f"{self._label(run)}: {how}{after}{numbers}{self._time_left()}", flush=True)
 
     def _time_left(self) -> str:
-        """Return the time that the trainings to come take, each as long as the mean of those before; empty without."""
+        """Return the time left, with the mean duration of the finished trainings; empty if there is none."""
         count = sum(run.config is not None for run in self.left)
         if not (self.seconds and count):
             return ""
@@ -260,8 +260,10 @@ def _how(code: int | None) -> str:
 
 
 def _parts(trials: Sequence[Trial], waiting: Sequence[Run]) -> dict[tuple[str, ...], list[Run]]:
-    """Return the runs that one job of a cluster works off, by the overrides of the first trial in it: those of a trial,
-    together with those of other trials that they wait for."""
+    """Group the waiting runs into jobs of a cluster, by the overrides of the first trial in each.
+
+    A job has the waiting runs of one trial, and those of every trial that depends on the same runs.
+    """
     parts: dict[tuple[str, ...], list[Run]] = {}
     for trial in trials:
         runs = [run for run in in_order([trial]) if run in waiting]
@@ -322,7 +324,7 @@ def _notes(experiment: Experiment, table: Table) -> list[str]:
     if tune := experiment.tune:
         seeds = f"{'seeds' if len(tune.seeds) > 1 else 'seed'} {', '.join(map(str, tune.seeds))}"
         notes.append(
-            f"tuned on a part of the training data, which no number above is of, by {tune.decides()}, {seeds}: the "
+            f"tuned on a part of the training data that no number above uses, by {tune.decides()}, {seeds}: the "
             f"best of {listed(tune.space)}; '{EDGE.strip()}' marks the end of the values tried"
         )
         choices = experiment.choices.items()
@@ -330,7 +332,7 @@ def _notes(experiment: Experiment, table: Table) -> list[str]:
         notes += [f"diverged, and counted as the worst: {'; '.join(lost)}"] if lost else []
     others = [run for run in read_runs(experiment.folder) if run.finished and run.folder not in mine]
     names = ", ".join(f"{run.arm}/seed{run.seed}" for run in others)
-    left_out = [f"left out, being of another configuration: {names}"] if names else []
+    left_out = [f"not in the table, because their configuration differs: {names}"] if names else []
     return [*notes, *apart(table.runs), *left_out, *unfinished([experiment.folder])]
 
 
@@ -340,8 +342,10 @@ def _filled(sentences: Sequence[str]) -> str:
 
 
 def _conclude_evaluations(experiment: Experiment, table: Table) -> None:
-    """Put the results of each evaluation side by side, as evaluate.py does of several checkpoints: the paper's tables
-    and curves beside them, in ``<name of the run>.md`` and others."""
+    """Compare the results of each evaluation over all arms, as evaluate.py does for several checkpoints.
+
+    The paper's tables and curves are added. The files are ``<name of the run>.md`` and others.
+    """
     trials = [experiment.trial(run.arm, run.seed) for run in table.runs]
     for name in dict.fromkeys(name for trial in trials for name in trial.runs):
         pairs = [(trial, run) for trial in trials if (run := trial.runs.get(name)) and run.checkpoint]
@@ -357,5 +361,5 @@ def _conclude_evaluations(experiment: Experiment, table: Table) -> None:
                 for trial, run in pairs
             ]
             measure.conclude(results, experiment.folder / f"{name}.json")
-        except (ConfigError, OSError) as error:  # other windows, or a file that is gone: the runs are whole
+        except (ConfigError, OSError) as error:  # other windows, or a missing file: the runs themselves are complete
             print(f"not side by side: {error}", flush=True)

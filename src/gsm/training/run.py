@@ -79,12 +79,12 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
     ``summary.json``.
 
     Raises:
-        ConfigError: a part refuses its values, the checkpoint to go on from is of another configuration, of other data
-            or of steps of other sizes, the one to start from holds another model, or another process trains in the same
-            folder.
-        FloatingPointError: the loss or its gradient is not finite any more.
+        ConfigError: a part refuses its values; the run in the folder has another configuration, other data or another
+            number of sequences in a step; the checkpoint of ``start_from`` holds another model; or another process
+            trains in the same folder.
+        FloatingPointError: the loss or its gradient is not finite.
         OSError: a file cannot be written; the error names it.
-        SystemExit: a signal has interrupted it, with 128 + the signal's number.
+        SystemExit: a signal has interrupted the run; the code is 128 + the signal's number.
     """
     quiet()
     leads, folder = ranks.rank() == 0, Path(config["folder"])
@@ -104,7 +104,7 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
                 stack.enter_context(locked(folder))
             return prepare(config, leads, lambda: data().fingerprint(), shares(trainer))
 
-        start = ranks.agreed(decide)  # one rank looks: another would meet files that the first one has removed
+        start = ranks.agreed(decide)  # rank 0 alone inspects the folder: files may be removed at the same time
         if start.finished:
             if leads:
                 print(start.sentence, flush=True)
@@ -129,7 +129,7 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_model(config: Mapping[str, Any]) -> LanguageModel:
-    """Build the model. Its weights follow from the seed alone, whatever else has drawn random numbers before.
+    """Build the model. Its weights depend only on the seed, not on earlier random draws.
 
     Raises ConfigError.
     """
@@ -138,7 +138,7 @@ def build_model(config: Mapping[str, Any]) -> LanguageModel:
 
 
 def open_data(config: Mapping[str, Any]) -> DataModule:
-    """Return the data of a run, ready to be read. Raises ConfigError where they are missing, damaged or too little."""
+    """Open the data of a run for training. Raises ConfigError if they are missing, damaged or too little."""
     path = config.get("start_from")
     data = instantiate_data(config["data"], weights.tokenizer(path) if path else None)
     refuse_workers(config["data"].get("num_workers") or 0)
@@ -158,9 +158,9 @@ def assemble(
     trainer: lightning.Trainer,
     summary: Summary,
 ) -> Parts:
-    """Put the parts together: the weights to start from, the facts of the summary, the loggers' place.
+    """Put the parts together: the weights to start from, the facts of the summary, the step to which loggers go back.
 
-    Raises ConfigError for parts that do not fit together, CheckpointError for a checkpoint that does not fit them.
+    Raises ConfigError for parts that do not fit together, CheckpointError for a checkpoint of other parts.
     """
     lightning.seed_everything(config["seed"], workers=True, verbose=False)  # opening the data may have drawn
     path = config.get("start_from")
@@ -209,7 +209,10 @@ def assemble(
 
 
 def _fit(parts: Parts, start: Start) -> None:
-    """Train and validate; the last step is validated and saved like any other."""
+    """Train and validate. The last step is validated and saved, too.
+
+    Signals become exit codes with a sentence on the way to continue; Lightning's refusals become ConfigError.
+    """
     trainer, folder = parts.trainer, Path(parts.config["folder"]).resolve()
     goes_on_here = start.checkpoint is not None and start.checkpoint.resolve() == folder / LAST
     for latest in find(trainer, Latest):
@@ -250,7 +253,7 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def _farewell(parts: Parts) -> str:
-    """Return the last words of a run that was interrupted: its step, its checkpoint, and the command that goes on."""
+    """Return the sentence for an interrupted run: its step, its checkpoint, and the command to continue."""
     step = parts.trainer.global_step
     saved = max((latest.saved for latest in find(parts.trainer, Latest) if latest.saved is not None), default=None)
     if saved is None and step == 0:
@@ -264,11 +267,12 @@ def _farewell(parts: Parts) -> str:
 def _conclude(parts: Parts) -> dict[str, Any]:
     """Measure the trained model, print the conclusion, and add the measurements to the summary.
 
-    They are the sizes of the memory, n-gram models, the overlap of selections, the task's own measure, and a sample.
+    The measurements are the sizes of the memory, the bits per byte of n-gram models, the overlap of selections, and the
+    task's own measure. The conclusion also has a sample.
     """
     trainer, data, config = parts.trainer, parts.data, parts.config
     status = "finished" if trainer.global_step >= trainer.max_steps else "stopped"
-    if isinstance(trainer.strategy, Sharded):  # the other ranks have their shares of the model, and are leaving
+    if isinstance(trainer.strategy, Sharded):  # the other ranks end now, so this one loads the whole model
         whole = instantiate_model(config)
         load_weights(whole, read_checkpoint(config["callbacks"]["latest"]["path"]))
         parts = replace(parts, model=whole)
@@ -283,10 +287,10 @@ def _conclude(parts: Parts) -> dict[str, Any]:
             how = (data.context, data.validation_sequences, UNSEEN[data.held_out])
             facts[key] = MEASURES[key].measure(model, data.task, *how)
         if facts["overlap"] and facts["overlap"]["mean"] is not None:
-            for logger in trainer.loggers:  # after the last step, so that a run that is cut off here measures it again
+            for logger in trainer.loggers:  # logged after the last step: a run that is interrupted here measures again
                 logger.log_metrics({"val/overlap/mean": facts["overlap"]["mean"]}, trainer.global_step + 1)
                 logger.finalize("success")
-        summary = parts.summary.add(trainer, status=status, **facts)  # the last file: a run that is cut off goes on
+        summary = parts.summary.add(trainer, status=status, **facts)  # written last: until then the run is unfinished
         is_text = data.tokenizer is not None and data.token_bytes_V is not None
         sample = report.sample(model, data) if config["sample"] and is_text else None
     print(report.conclusion(Path(config["folder"]), summary, sample, data.tokenizer is not None), flush=True)
