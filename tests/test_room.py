@@ -33,16 +33,6 @@ def test_what_was_tried_in_vain_is_not_said_to_fit(memories, tokens):
     assert some.each == 50  # another request may well find room
 
 
-def test_room_learns_from_what_was_measured():
-    some = Room(lambda tokens: 100 * tokens, chunk=10, batch=1, each=50.0)
-    some.learn(None, 20)
-    assert some.each == 50
-    some.learn(2000 + 10 * 7, 20)
-    assert some.each == 7
-    some.learn(1000 + 10 * 9, 10)
-    assert some.each == 9 and some.needed(20) == 2090
-
-
 def peaks(results: Any) -> None:
     """Put the peaks of an allocation, of nothing, and of an allocation that garbage makes room for.
 

@@ -293,16 +293,6 @@ def paper_decode(model: GSM | Baseline, tokens: int) -> int:
     return searched * scoring + shape.decoder_layers * (shape.top_k + shape.window) * width
 
 
-def paper_cache(model: GSM | Baseline, tokens: int) -> int:
-    """Return the paper's estimate of the elements in the decoder's cache after T tokens (section 2.1).
-
-    baseline: T C + L_D W C, GSM: M C.
-    """
-    shape = model.geometry
-    entries = model.state_size if isinstance(model, GSM) else tokens + shape.decoder_layers * shape.window
-    return entries * shape.entry_dim
-
-
 def _chunks(tokens: int, chunk: int) -> Iterator[tuple[int, int, int]]:
     """Yield the tokens of each chunk of a prompt, its requested rows, and the tokens before it."""
     if tokens < 1 or chunk < 1:

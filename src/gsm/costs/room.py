@@ -1,7 +1,7 @@
 """Device memory: the available bytes, the bytes of a request, and the largest request that fits.
 
 A request needs the weights, the memory of its tokens (``gsm.costs.model``), and activations while a chunk of the prompt
-is read. The latter are estimated until they have been measured.
+is read. The latter are estimated.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -53,26 +53,16 @@ class Room:
         chunk: tokens per chunk.
         batch: number of simultaneous requests.
         each: bytes of activations per token while a chunk is read.
-        measured: whether ``each`` was measured.
     """
 
     cache: Callable[[int], int]
     chunk: int
     batch: int
     each: float
-    measured: bool = field(default=False)
 
     def needed(self, tokens: int, memories: int = 1) -> int:
         """Return the bytes of a request; decoding from a synthetic memory holds two memories and reads no chunk."""
         return round(memories * self.cache(tokens) + self.each * self._reading(tokens, memories))
-
-    def learn(self, extra: int | None, tokens: int) -> None:
-        """Update ``each`` from a measurement: the bytes ``extra`` of a request of ``tokens`` tokens."""
-        if extra is None:
-            return
-        each = (extra - self.cache(tokens)) / (self.batch * min(tokens, self.chunk))
-        self.each = max(each, self.each) if self.measured else max(each, 1.0)
-        self.measured = True
 
     def fits(self, available: int, memories: int = 1) -> int:
         """Return the largest number of tokens that fits, 0 for none."""
