@@ -297,65 +297,38 @@ def test_a_notebook_shows_it_in_a_frame_of_its_own(made: Page):
 # The command.
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Runs of one step: on bytes of a text, and on needles."""
-    from short_runs import TINY
-
-    from gsm.config.compose import compose
-    from gsm.training.run import train
-
-    folder, found = tmp_path_factory.mktemp("explored"), {}
-    (folder / "text").mkdir()
-    (folder / "text" / "a.txt").write_text("one two three " * 400)
-    for name, own in {
-        "text": [f"data.path={folder / 'text'}"],
-        "needle": ["data=needle", "size.vocabulary=128", "data.task.gap=8", "data.task.pairs=2", "data.batch_size=4"],
-    }.items():
-        words = [word for word in TINY if name != "needle" or not word.startswith("data")]
-        given = [*words, *own, "trainer.max_steps=1", f"logs={folder}", f"name={name}"]
-        if name == "needle":
-            given = [word for word in given if word not in ("ngrams=false", "sample=false")]
-        train(compose(given))
-        (found[name],) = (folder / name).glob("*/seed0")
-    return found
-
-
-def test_the_command_writes_a_page_of_a_text(trained: dict[str, Path], capsys: pytest.CaptureFixture[str]):
-    command_line.call(write, "explore.py", [f"checkpoint={trained['text']}", "text=one <two> three", "tokens=10"])
-    file, said = trained["text"] / "explorer.html", capsys.readouterr().out
-    assert re.match(rf"{file}: 10 of 15 tokens, 0\.\d MB, made in \d+ s\nopen it in a browser; .* file:///", said)
+def test_the_command_writes_a_page_of_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file, text = tmp_path / "new" / "page.html", "one <two> three " * 9
+    command_line.call(write, "explore.py", ["checkpoint=nano", f"text={text}", "tokens=10", f"output={file}"])
+    printed = capsys.readouterr().out
+    assert re.match(rf"{file}: 10 of \d+ tokens, \d\.\d MB, made in \d+ s\nopen it in a browser; .* file:///", printed)
     about, _ = packed(file.read_text())
-    assert "".join(about["words"]) == "one <two> " and about["about"]["steps"] == "1"
+    assert len(about["words"]) == 10 and text.startswith("".join(about["words"]))
+    assert about["about"]["steps"] == "480" and about["about"]["size"] == "nano"
 
 
-def test_the_command_writes_a_page_of_a_needle(trained: dict[str, Path], tmp_path: Path):
-    given = [f"checkpoint={trained['needle'].parent.parent}", "sequence=3", f"output={tmp_path / 'new' / 'n.html'}"]
-    command_line.call(write, "explore.py", given)
-    about, arrays = packed((tmp_path / "new" / "n.html").read_text())
-    assert about["tokens"] == 32 and len(about["questions"]) == 2
+def test_the_command_writes_a_page_of_a_needle(tmp_path: Path):
+    command_line.call(write, "explore.py", ["checkpoint=needle_gsm", "sequence=3", f"output={tmp_path / 'n.html'}"])
+    about, arrays = packed((tmp_path / "n.html").read_text())
     for key, told, row in about["questions"]:
         assert about["words"][key] == about["words"][told] and about["words"][key].startswith("K")
         assert about["words"][told + 1].startswith("V") and np.isfinite(arrays["loss/0"][row])
-    assert np.isfinite(arrays["loss/0"]).sum() == 2, "nothing else is asked"
+    assert np.isfinite(arrays["loss/0"]).sum() == len(about["questions"]) > 1, "nothing else is asked"
 
 
 @pytest.mark.parametrize(
-    ("run", "given", "said"),
+    ("checkpoint", "given", "words"),
     [
-        ("text", [], "explore.py needs text= or text_file= because .* was trained on text"),
-        (
-            "needle",
-            ["text=abc"],
-            "text is not allowed because .* was trained on Needle, which has no text. Leave text out",
-        ),
+        ("nano", [], "explore.py needs text= or text_file= because .* was trained on text"),
+        ("nano", ["text=a", "text_file=b"], "text_file=b is not allowed with text"),
+        ("nano", ["text=a"], ".*nano.ckpt: a text of 1 tokens is not allowed. Use 3 to 4,096"),
+        ("nano", ["text=abc", "tokens=5000"], "tokens=5000 is not allowed. Use 1 to 4096"),
+        ("needle_gsm", ["text=abc"], "text is not allowed because .* was trained on Needle, which has no text"),
     ],
 )
-def test_the_command_explains_what_it_cannot_use(
-    trained: dict[str, Path], run: str, given: list[str], said: str, tmp_path: Path
-):
-    with pytest.raises(SystemExit, match=f"^error: {said}"):
-        command_line.call(write, "explore.py", [f"checkpoint={trained[run]}", f"output={tmp_path / 'x.html'}", *given])
+def test_the_command_explains_what_it_cannot_use(checkpoint: str, given: list[str], words: str, tmp_path: Path):
+    with pytest.raises(SystemExit, match=f"^error: {words}"):
+        command_line.call(write, "explore.py", [f"checkpoint={checkpoint}", f"output={tmp_path / 'x.html'}", *given])
     assert not any(tmp_path.iterdir())
 
 
@@ -468,8 +441,8 @@ def test_pointing_at_a_token_colours_the_slots_that_stages_select_for_it(driven:
 def test_the_page_is_used_by_keyboard_alone(driven: Driven):
     from selenium.webdriver import Keys
 
-    driven.ask("document.getElementById('theme').focus()")
-    driven.press(Keys.TAB, Keys.TAB, Keys.TAB, Keys.TAB)
+    driven.ask("document.getElementById('tint').focus()")
+    driven.press(Keys.TAB, Keys.TAB, Keys.TAB)
     assert driven.ask("document.activeElement.id") == "text"
     assert driven.ask("getComputedStyle(document.activeElement).outlineStyle") == "solid", "the focus is seen"
     driven.press(Keys.HOME)

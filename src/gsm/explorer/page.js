@@ -101,7 +101,6 @@ function onKey(event) {
     t: () => turn("tint", direction),
     l: () => turn("lens", direction),
     h: () => turn("head", direction),
-    d: switchTheme,
     q: nextQuestion,
     escape: () => state.choose({ held: false }),
   };
@@ -117,21 +116,6 @@ function onKey(event) {
 function nextQuestion() {
   const places = data.questions.map(([key]) => key).sort((first, second) => first - second);
   if (places.length) go(places.find((key) => key > state.focus) ?? places[0]);
-}
-
-const dark = window.matchMedia("(prefers-color-scheme: dark)");
-
-/** Apply the theme: the system's choice of dark or light, until the reader chooses. */
-function showTheme() {
-  const theme = document.documentElement.dataset.theme ?? (dark.matches ? "dark" : "light");
-  document.getElementById("theme").textContent = theme === "dark" ? "Light" : "Dark";
-  drawSoon();
-}
-
-function switchTheme() {
-  const root = document.documentElement;
-  root.dataset.theme = (root.dataset.theme ?? (dark.matches ? "dark" : "light")) === "dark" ? "light" : "dark";
-  showTheme();
 }
 
 function fillControls() {
@@ -185,7 +169,6 @@ function begin() {
     control.onchange = () => state.choose({ [name]: name === "head" ? Number(control.value) : control.value });
   }
   document.getElementById("controls").onsubmit = () => false;
-  document.getElementById("theme").onclick = switchTheme;
   document.addEventListener("keydown", onKey);
   const tokenOf = (event) => event.target.closest?.("[data-token]")?.dataset.token;
   pane.onmouseover = (event) => {
@@ -197,11 +180,10 @@ function begin() {
     state.choose({ focus: token, held: !(state.held && token === state.focus) });
   };
   map.onclick = (event) => go(Math.floor((event.offsetY / map.clientHeight) * TOKENS));
-  dark.onchange = showTheme;
+  window.matchMedia("(prefers-color-scheme: dark)").onchange = drawSoon;
   new ResizeObserver(drawSoon).observe(map);
   if (data.questions.length) Object.assign(state, { tint: "retrieved" });
   state.focus = firstFocus();
-  showTheme();
   draw();
   document.documentElement.dataset.ready = String(Math.round(performance.now())); // ms since the page was opened, for tests
 }
