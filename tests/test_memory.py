@@ -81,8 +81,10 @@ class Calls(RuleBasedStateMachine):
         return self.tokens[:, part], self.documents[:, part]
 
     def check(self, out, tokens: torch.Tensor) -> None:
-        """The rows of real tokens, and the count."""
+        """The rows of real tokens, the count, and the places of a static memory's buffers."""
+        before = places(self.memory)
         self.memory, self.done = out.memory, self.done + tokens.shape[1]
+        assert self.memory.capacity is None or places(self.memory) == before, "a buffer has moved"
         assert self.memory.used == self.done
         rows = slice(self.done - out.logits.shape[1], self.done)
         real = self.documents[:, rows] >= 0

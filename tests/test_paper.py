@@ -1,6 +1,6 @@
 """The models are the paper's: with the same weights they give the logits of the transcription.
 
-What the equations promise is asked of the transcription alone, in `test_transcription.py`.
+The transcription has tests of its own in `test_transcription.py`.
 """
 
 from __future__ import annotations
