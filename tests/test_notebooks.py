@@ -15,7 +15,7 @@ from gsm.analysis.attention import attention_map
 from gsm.notebook import (
     finished_runs,
     load,
-    measured,
+    picture,
     save,
     show_state,
     trained,
@@ -90,13 +90,12 @@ def test_a_figure_is_saved_for_print(tmp_path: Path):
     assert int.from_bytes(png[16:20]) == round(7.3 * 300)
 
 
-def test_the_picture_of_measurements_is_the_one_beside_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_without_a_picture_its_command_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("IPython")
-    for name in ("one.png", "one-other.png"):
-        (tmp_path / name).write_bytes(name.encode())
-    assert measured(tmp_path / "one.json").data == b"one.png"
-    assert measured(tmp_path / "two.json") is None
-    assert f"benchmark=inference results={tmp_path}/two.json" in capsys.readouterr().out
+    (tmp_path / "one.png").write_bytes(b"one")
+    assert picture(tmp_path / "one.png", "python").data == b"one"
+    assert picture(tmp_path / "two.png", "python benchmark.py") is None
+    assert capsys.readouterr().out == f"no {tmp_path}/two.png: python benchmark.py\n"
 
 
 @pytest.mark.parametrize("writer", ["additive", "multi_slot"])

@@ -204,49 +204,14 @@ def show_costs(models: Sequence[str], size: str, lengths: Sequence[int], chunk: 
     return figure
 
 
-def measurements() -> list[Path]:
-    """Return the result files of ``benchmark=inference``: files with a picture first, then by the number of requests.
-
-    They are searched in ``logs/benchmarks`` (this machine) and ``benchmarks/results`` (the repository).
-    """
-    folders = (paths.runs_home() / "logs/benchmarks", paths.ROOT / "benchmarks/results")
-    contents = {file: read_json(file) or {} for folder in folders for file in sorted(folder.glob("*.json"))}
-    rows = {file: [row for row in _rows(content) if "decode" in row] for file, content in contents.items()}
-    drawn = {file: file.with_suffix(".png").is_file() for file in contents}
-    return sorted((file for file in contents if rows[file]), key=lambda file: (not drawn[file], -len(rows[file])))
-
-
-def measured(file: Path) -> Any:
-    """Return the picture next to a result file; if there is none, print the command that draws it."""
-    path = file.with_suffix(".png")
-    if path.is_file():
-        return picture(path.read_bytes())
-    print(f"no picture yet: python benchmark.py benchmark=inference results={file}")
-    return None
-
-
-def ruler_picture(folder: str | Path) -> Any:
-    """Return the picture of RULER's scores by length from an experiment (``logs/ablate_cot``).
-
-    Without one, print the command that draws it, and return None.
-    """
-    file = Path(folder) / "ruler.png"
-    if file.is_file():
-        return picture(file.read_bytes())
-    print(f"no {file}: python train.py experiment=ablate_cot")
-    return None
-
-
-def picture(content: bytes) -> Any:
-    """Return a PNG for display in a notebook."""
+def picture(file: str | Path, command: str) -> Any:
+    """Return the PNG of a file for display in a notebook; without one, print the command that draws it."""
     from IPython.display import Image
 
-    return Image(content, width=800)
-
-
-def _rows(content: dict[str, Any]) -> list[dict[str, Any]]:
-    rows = content.get("rows")
-    return [row for row in rows.values() if isinstance(row, dict)] if isinstance(rows, dict) else []
+    if Path(file).is_file():
+        return Image(Path(file).read_bytes(), width=800)
+    print(f"no {file}: {command}")
+    return None
 
 
 def describe(seen: Recording) -> str:
