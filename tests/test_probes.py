@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from xml.etree import ElementTree
-
 import pytest
 import torch
-from small import GEOMETRY, SHALLOW, M, assert_same, build, random_tokens, variant
+from small import GEOMETRY, SHALLOW, assert_same, build, random_tokens, variant
 
 import gsm
-from gsm.analysis import attention, drawing, probes
+from gsm.analysis import attention, probes
 from gsm.analysis.needles import ask
 from gsm.analysis.state import effective_rank, latents, state_facts
 from gsm.data.recall import Needle
-from gsm.paths import ROOT
 
 CLASSES = 5
 
@@ -136,20 +133,3 @@ def test_latents_are_the_entries_before_their_rotation_and_facts_leave_padding_o
     assert facts["state/norm"] == pytest.approx(float(seen["state/z"][documents >= 0].norm(dim=-1).mean()))
     ranks = [effective_rank(want[0, -last:]), effective_rank(want[1, -3 * model.writer.slots :])]
     assert facts["state/effective_rank"] == pytest.approx(sum(ranks) / 2)
-
-
-@pytest.mark.parametrize("stages", [None, []])
-def test_the_drawing_has_all_layers_and_stages(stages: list[int] | None):
-    root = ElementTree.fromstring(drawing.draw(GEOMETRY, stages=stages))
-    boxes = [one.get("class") for one in root.iter("{http://www.w3.org/2000/svg}rect") if "box" in one.get("class", "")]
-    assert boxes.count("encoder box") == 4 and boxes.count("decoder box") == 4 and boxes.count("state box") == 1
-    assert boxes.count("stage box") == (3 if stages is None else 1), "the stages, and the writer"
-    words = [one.text for one in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert f"the last {M} entries" in words
-
-
-def test_the_drawing_in_the_documentation_is_of_today(tmp_path):
-    drawing.main([str(tmp_path / "drawn.svg")])
-    assert (tmp_path / "drawn.svg").read_text() == (ROOT / "docs/architecture.svg").read_text()
-    drawing.main([str(tmp_path / "drawn.svg"), "size=tiny"])  # whose yaml names a recipe, too, which is no width
-    assert (tmp_path / "drawn.svg").read_text().startswith("<svg")

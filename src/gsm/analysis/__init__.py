@@ -10,7 +10,6 @@
     overlap          the share of the stages' selection that the encoder selects too
     state            properties of the shared state: its entries, their lengths, its effective rank
     figures          small functions that draw all of this on given axes
-    drawing          the architecture as an SVG
 
 Every function takes a model and tokens and gives tensors or small dataclasses; none needs Lightning or Hydra. The
 notebooks 02 to 08 use these functions.
