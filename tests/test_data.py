@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import pickle
 import sys
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +20,8 @@ from gsm.config.compose import compose
 from gsm.config.load import instantiate
 from gsm.data import tokens as tokens_module
 from gsm.data.corpus import Corpus
-from gsm.data.loader import Batches
 from gsm.data.module import TextData
 from gsm.data.packing import DOCUMENTS, TrainingOrder, training_batches, validation_batches, validation_indices
-from gsm.data.tokenizer import Tokenizer
 from gsm.models.checks import IGNORED
 
 
@@ -103,11 +99,6 @@ def test_a_sequence_belongs_to_the_document_that_it_begins_in(make: Callable[...
     assert len(set(wanted)) > 1, "the text has several documents"
 
 
-def test_an_unknown_treatment_of_documents_is_named(make: Callable[..., TextData]) -> None:
-    with pytest.raises(ValueError, match="documents=apart is not allowed because it is unknown. Use isolated or "):
-        make(documents="apart")
-
-
 def test_batches_are_int64_and_hold_the_same_as_single_sequences(make: Callable[..., TextData]) -> None:
     sequences = make().train_set
     batch = sequences.batch([3, 0])
@@ -119,23 +110,9 @@ def test_batches_are_int64_and_hold_the_same_as_single_sequences(make: Callable[
         _ = sequences[len(sequences)]
 
 
-def test_sequences_are_pickled_without_their_ids(make: Callable[..., TextData]) -> None:
-    sequences = make(context=2).train_set
-    packed = pickle.dumps(sequences)
-    assert len(packed) < 2000
-    assert torch.equal(pickle.loads(packed)[5]["targets"], sequences[5]["targets"])
-
-
 def test_a_context_longer_than_the_text_is_named(make: Callable[..., TextData]) -> None:
     with pytest.raises(ValueError, match="context=100000 is not allowed because the validation split has only"):
         make(context=100_000).validation_set  # noqa: B018
-
-
-def test_sequences_lie_side_by_side(make: Callable[..., TextData]) -> None:
-    sequences = make().train_set
-    for left, right in pairwise(range(len(sequences))):
-        last, first = sequences[left]["targets"][-1], sequences[right]["tokens"][0]
-        assert last in (first, IGNORED)
 
 
 def test_every_pass_takes_every_sequence_once_in_another_order() -> None:
@@ -177,47 +154,6 @@ def test_a_blank_sequence_has_no_targets(make: Callable[..., TextData]) -> None:
     assert (batch["targets"][0] == IGNORED).all() and (batch["targets"][1] != IGNORED).any()
 
 
-@pytest.mark.parametrize(
-    ("chosen", "sentence"),
-    [
-        ({"context": 1}, "context=1 is not allowed because it is below 2"),
-        ({"batch_size": 0}, "batch_size=0 is not allowed because it is below 1"),
-        ({"num_workers": -1}, "num_workers=-1 is not allowed because it is below 0"),
-        ({"validation_sequences": 0}, "validation_sequences=0 is not allowed because it is below 1"),
-        ({"max_tokens": 16}, "max_tokens=16 is not allowed because it is below 17"),
-        ({"prepare_workers": 0}, "prepare_workers=0 is not allowed because it is below 1"),
-        ({"end_of_text": "</s>"}, "end_of_text=</s> is not allowed because tokenizer=bpe has its own"),
-        ({"path": None, "files": "*"}, "files is not allowed because there is no path. Use"),
-        ({"tokenizer": "words"}, "tokenizer=words is not allowed because it is unknown. Use bpe, bytes"),
-        ({"vocabulary": 256}, "size.vocabulary=256 is not allowed because tokenizer=bpe .* Use 257 or more"),
-        ({"vocabulary": 100, "tokenizer": "bytes"}, "size.vocabulary=100 is not allowed because tokenizer=bytes"),
-        (
-            {"vocabulary": 200, "tokenizer": Tokenizer.plain_bytes()},
-            "size.vocabulary=200 is not allowed because the tokenizer has 257 ids",
-        ),
-    ],
-)
-def test_what_cannot_work_is_refused_at_construction(
-    chosen: dict[str, Any], sentence: str, make: Callable[..., TextData]
-) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        make(**chosen)
-
-
-def test_a_path_that_is_missing_is_refused_at_construction(make: Callable[..., TextData], tmp_path: Path) -> None:
-    with pytest.raises(
-        FileNotFoundError, match="path=.*nowhere is not allowed because there is no such folder or file"
-    ):
-        make(path=str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match="is not allowed because there is a corpus, too"):
-        make(corpus=Corpus(tmp_path))
-
-
-def test_a_given_tokenizer_is_used_as_it_is(make: Callable[..., TextData]) -> None:
-    given = Tokenizer.from_state(make(vocabulary=290).tokenizer.to_state())
-    assert make(tokenizer=given).description()["tokenizer_vocabulary"] == 290
-
-
 @pytest.mark.parametrize("kind", ["bpe", "bytes"])
 @pytest.mark.parametrize("limit", [None, 3])
 def test_bytes_per_token_counts_the_predicted_targets(
@@ -245,13 +181,6 @@ def test_the_description_counts_files_bytes_and_tokens(make: Callable[..., TextD
     assert json.loads(json.dumps(described)) == described
 
 
-def test_workers_change_nothing(make: Callable[..., TextData]) -> None:
-    alone = list(make(context=64, batch_size=8).train_dataloader())
-    helped = list(make(context=64, batch_size=8, num_workers=2).train_dataloader())
-    assert len(alone) == len(helped) > 2
-    assert all(torch.equal(a[name], b[name]) for a, b in zip(alone, helped, strict=True) for name in a)
-
-
 def test_a_corpus_smaller_than_a_batch_still_trains(make: Callable[..., TextData]) -> None:
     data = make(batch_size=10_000)
     (batch,) = data.train_dataloader()
@@ -273,13 +202,6 @@ def test_the_second_time_everything_comes_from_the_cache(
     second.setup()
     assert second.description() == first.description()
     assert torch.equal(second.train_set[0]["tokens"], first.train_set[0]["tokens"])
-
-
-def test_a_loader_is_sized_and_says_that_it_resumes(make: Callable[..., TextData]) -> None:
-    loader = make().train_dataloader()
-    assert isinstance(loader, Batches)
-    assert len(list(loader)) == len(loader) == len(make().train_set) // 4
-    loader.load_state_dict(loader.state_dict())
 
 
 class Reader(lightning.LightningModule):

@@ -72,9 +72,9 @@ def batches(data: TextData, finished: int = 0, rank: int = 0, world: int = 1) ->
     return list(data.train_dataloader())
 
 
-def together(make: Callable[..., TextData], finished: int, world: int, workers: int) -> list[dict[str, Tensor]]:
+def together(make: Callable[..., TextData], finished: int, world: int) -> list[dict[str, Tensor]]:
     """The batches of all ranks, step by step as one: of 8 sequences, however many ranks there are."""
-    ranks = [batches(make(batch_size=8 // world, num_workers=workers), finished, rank, world) for rank in range(world)]
+    ranks = [batches(make(batch_size=8 // world), finished, rank, world) for rank in range(world)]
     return [{name: torch.cat([part[name] for part in step]) for name in step[0]} for step in zip(*ranks, strict=True)]
 
 
@@ -84,24 +84,20 @@ def same(one: list[dict[str, Tensor]], two: list[dict[str, Tensor]]) -> bool:
     )
 
 
-@pytest.mark.parametrize(("world", "workers"), [(2, 0), (4, 0), (2, 1)])
-def test_ranks_and_workers_take_together_what_one_process_takes_alone(
-    world: int, workers: int, make: Callable[..., TextData]
-) -> None:
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_take_together_what_one_process_takes_alone(world: int, make: Callable[..., TextData]) -> None:
     alone = batches(make(batch_size=8))
-    assert same(together(make, 0, world, workers), alone)
+    assert same(together(make, 0, world), alone)
     rows = torch.cat([batch["tokens"] for batch in alone])
     starts = torch.cat([batch["documents"][:, 0] for batch in alone])
     assert len(rows) > 100 and len(set(starts.tolist())) == len(starts), "no sequence twice in a pass"
 
 
-@pytest.mark.parametrize(("world", "workers"), [(1, 0), (1, 1), (4, 0)])
-def test_a_run_goes_on_with_any_number_of_workers_and_ranks(
-    world: int, workers: int, make: Callable[..., TextData]
-) -> None:
+@pytest.mark.parametrize("world", [1, 4])
+def test_a_run_goes_on_with_any_number_of_ranks(world: int, make: Callable[..., TextData]) -> None:
     data = make(batch_size=8)
     whole = batches(data) + batches(make(batch_size=8), finished=len(data.train_dataloader()))
-    rest = together(make, 2, world, workers)
+    rest = together(make, 2, world)
     assert same(rest, whole[2 : 2 + len(rest)])
 
 
@@ -167,7 +163,7 @@ def test_a_damaged_file_stops_the_run_and_is_named(kind: str, web: Path, tmp_pat
 def test_a_checkpoint_with_withdrawn_arguments_still_opens_its_data(tmp_path: Path) -> None:
     pack(tmp_path / "a.txt", b"x")
     config = compose(["data=folder", f"data.path={tmp_path}", "data.tokenizer=bytes"])
-    older = {**config["data"], "on_corrupt": "stop", "longest_line": None}
+    older = {**config["data"], "on_corrupt": "stop", "longest_line": None, "num_workers": 0, "prepare_workers": None}
     assert instantiate_data(older, None).corpus.root == tmp_path
 
 

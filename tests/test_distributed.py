@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import ranks
-import tiny_text
 import torch
 from short_runs import arguments
 from small import SHALLOW, assert_same, build, mostly_nightly
@@ -20,7 +19,6 @@ from torch.utils.data import DataLoader
 
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
-from gsm.data.module import TextData
 from gsm.layers.experts import Experts, ways_to_divide
 from gsm.training import trainer as trainers
 from gsm.training.callbacks.checkpoints import Latest, WholeFiles
@@ -171,28 +169,6 @@ def balanced(folder: Path) -> None:
     own_LE = build(MOE, geometry=SHALLOW).train()(batch[0]["tokens"]).load_LE
     ranks.trainer_of("ddp", 1).fit(task, DataLoader(batch, batch_size=None))
     torch.save({"load_LE": told[0], "own_LE": own_LE}, folder / f"{rank}.pt")
-
-
-def test_ranks_and_workers_read_shares_that_make_up_the_steps_of_one(tmp_path: Path):
-    (tmp_path / "text").mkdir()
-    path, cache = str(tiny_text.write(tmp_path / "text")), str(tmp_path / "cache")
-
-    def read(rank: int, world: int, workers: int) -> list[torch.Tensor]:
-        data = TextData(
-            vocabulary=257, context=16, batch_size=8 // world, tokenizer="bytes", path=path, cache_dir=cache,
-            num_workers=workers,
-        )  # fmt: skip
-        data.trainer = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
-            accumulate_grad_batches=1,
-            distributed_sampler_kwargs={"num_replicas": world, "rank": rank},
-            global_step=0,
-            strategy=SimpleNamespace(root_device=torch.device("cpu")),
-        )
-        return [batch["tokens"] for batch, _ in zip(data.train_dataloader(), range(6), strict=False)]
-
-    shares = [read(rank, 2, workers=2) for rank in (0, 1)]
-    for number, whole in enumerate(read(0, 1, workers=0)):
-        assert torch.equal(torch.cat([shares[0][number], shares[1][number]]), whole)
 
 
 DIFFERENT = {  # on rank 1: by hand, these trained to other weights without a word, or waited for ever

@@ -1,8 +1,9 @@
-"""Encoding into a file: the same ids from any number of workers, and after any interruption."""
+"""Encoding into a file: all ids, or none after an interruption."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import tiny_text
 import torch
 
-from gsm.data import encode, ids, reading, tokens
+from gsm.data import reading, tokens
 from gsm.data.corpus import Corpus
 from gsm.data.module import TextData
 from gsm.data.reading import Piece
@@ -46,53 +47,23 @@ def test_ids_are_the_documents_with_an_end_of_text_each(corpus: Corpus, tokenize
     assert whole.bytes == whole.spelled == sum(len(text.encode()) for text in corpus.documents("train"))
 
 
-def test_the_number_of_threads_does_not_show(
+def test_an_interrupted_encoding_leaves_no_index_and_begins_again(
     corpus: Corpus, tokenizer: Tokenizer, whole: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encode, "PARCEL", 5000)
-    split = find_or_encode(corpus, "train", tokenizer, tmp_path, workers=2)
-    assert content(split) == content(whole)
-    assert (split.tokens, split.bytes, split.spelled) == (whole.tokens, whole.bytes, whole.spelled)
+    monkeypatch.setattr(tokens, "MOST_PIECES", 3)
+    pieces = corpus.pieces
 
-
-@pytest.mark.parametrize("way", ["interrupted", "killed"])
-@pytest.mark.parametrize("after", [1, 13, 30])
-def test_an_interrupted_encoding_goes_on_with_the_ids_it_has(
-    after: int,
-    way: str,
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    whole: Split,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ids, "SAVED", 1234)
-    monkeypatch.setattr(encode, "MOST_PIECES", 3)
-    encoded: list[str] = []
-    encode_batch = Tokenizer.encode_batch
-
-    def counted(self: Tokenizer, texts: list[str]) -> list[list[int]]:
-        encoded.extend(texts)
-        return encode_batch(self, texts)
-
-    def stop(pieces: Iterator[Piece], count: int, _: None) -> Iterator[Piece]:
-        for number, piece in enumerate(pieces):
-            if number == after:
-                raise KeyboardInterrupt
-            if number >= count:
-                yield piece
+    def stop(split: str) -> Iterator[Piece]:
+        yield from islice(pieces(split), 13)
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(tokens, "islice", stop)
-        if way == "killed":  # it has no time to note how far it came
-            patch.setattr(ids.IdWriter, "__exit__", lambda writer, *_: writer._file.close())
+        patch.setattr(corpus, "pieces", stop)
         find_or_encode(corpus, "train", tokenizer, tmp_path)
-    assert not list(tmp_path.glob("*/*/index.json")) and list(tmp_path.glob("*/*/ids.bin"))
-    monkeypatch.setattr(Tokenizer, "encode_batch", counted)
+    assert [path.name for path in tmp_path.glob("*/train/*")] == ["ids.bin"]
     split = find_or_encode(corpus, "train", tokenizer, tmp_path)
     assert content(split) == content(whole)
     assert (split.tokens, split.bytes, split.spelled) == (whole.tokens, whole.bytes, whole.spelled)
-    assert (len(encoded) < len(corpus.files["train"])) == (after > 3), "pieces that were noted are not encoded again"
 
 
 @pytest.mark.parametrize("limit", [1000, 2000, 2001])
@@ -104,22 +75,6 @@ def test_a_limit_takes_the_first_tokens_and_their_bytes(
     assert np.array_equal(split.open()[:], first) and split.tokens == limit
     assert split.bytes == split.spelled == tokenizer.token_lengths_V[first].sum()
     assert find_or_encode(corpus, "train", tokenizer, tmp_path).tokens == whole.tokens, "and does not hide the rest"
-
-
-def test_two_writers_without_a_lock_write_the_same(
-    corpus: Corpus, tokenizer: Tokenizer, whole: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A second process starts while the first has written a part, and the first goes on when it is done."""
-    folder = tmp_path / "train"
-    parcels = list(encode.encode_pieces(corpus.pieces("train"), tokenizer))
-    facts = {"lengths_V": tokenizer.token_lengths_V, "dtype": whole.dtype}
-    with ids.IdWriter(folder, **facts) as first, ids.IdWriter(folder, **facts) as second:
-        first.write(parcels[0])
-        for writer, rest in ((second, parcels), (first, parcels[1:])):
-            for parcel in rest:
-                writer.write(parcel)
-            index = writer.finish()
-            assert (folder / "ids.bin").read_bytes() == content(whole) and ids.read_index(folder) == index
 
 
 def test_a_cache_that_is_only_read_is_enough_when_it_is_complete(
@@ -135,14 +90,6 @@ def test_a_cache_that_is_only_read_is_enough_when_it_is_complete(
     monkeypatch.setattr("gsm.files.replacing", refuse)
     again = TextData(**data, cache_dir=str(tmp_path))
     assert torch.equal(again.train_set[3]["tokens"], first.train_set[3]["tokens"])
-
-
-def test_a_cache_that_cannot_be_written_is_named(corpus: Corpus, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="cannot be written.*set data.cache_dir or GSM_CACHE"):
-        find_or_encode(corpus, "train", tokenizer, tmp_path / "file")
-    with pytest.raises(OSError, match="cannot be written.*set data.cache_dir or GSM_CACHE"):
-        find_or_train(corpus, 300, tmp_path / "file")
 
 
 def test_a_tokenizer_learns_from_all_of_a_small_text_and_from_slices_of_a_large_one(

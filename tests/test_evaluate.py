@@ -18,7 +18,6 @@ from test_train_cli import arguments
 from gsm.config.compose import compose
 from gsm.evaluation import commands
 from gsm.evaluation import held_out as script
-from gsm.evaluation.checkpoints import progress
 from gsm.evaluation.held_out import HeldOut, buckets, measure, positions, token_losses
 from gsm.paths import ROOT
 from gsm.training.run import train
@@ -251,13 +250,6 @@ def test_a_folder_without_runs_is_explained(tmp_path: Path):
         SystemExit, match="^error: checkpoint=.* is not allowed because there is no checkpoint, and no run below it"
     ):
         commands.call([f"checkpoint={tmp_path}"])
-
-
-def test_long_evaluations_say_how_far_they_are(capsys: pytest.CaptureFixture[str]):
-    assert list(progress(range(5), 5, "1 of 2: ", patience=0.0)) == list(range(5))
-    assert "1 of 2: 1 of 5 sequences, 0:00 left" in capsys.readouterr().err
-    assert list(progress(range(5), 5)) == list(range(5))
-    assert capsys.readouterr().err == "", "short ones do not"
 
 
 def test_the_script_explains_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -119,24 +119,6 @@ def test_an_interrupted_evaluation_goes_on_and_ends_with_the_same_numbers(tmp_pa
     assert path.with_suffix(".previous").is_file()
 
 
-@pytest.mark.parametrize(
-    ("asked", "scored", "said"),
-    [
-        ([20, 9], 9, r"lengths=\[20, 9\] is not allowed because lengths ascend"),
-        ([20], 21, "scored=21 is not allowed because it is above 20"),
-        ([40], 9, r"lengths=\[40\] is not allowed because windows have \[37, 37, 37\] tokens"),
-    ],
-)
-def test_what_cannot_be_measured_is_said(asked: list[int], scored: int, said: str):
-    with pytest.raises(ValueError, match=said):
-        Lengths(lengths=asked, scored=scored).measure(small.build("gsm"), {"isolated": windows()})
-    for documents in (["maybe"], []):
-        with pytest.raises(
-            ConfigError, match="documents=(maybe|nothing) is not allowed because it is unknown. Use isolated or "
-        ):
-            Lengths(documents=documents)
-
-
 def test_windows_of_another_tokenizer_are_not_set_side_by_side(tmp_path: Path):
     one, other = ({"checkpoint": name, "settings": {"text": {"corpus": "c", "tokenizer": name}}} for name in ("a", "b"))
     with pytest.raises(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -114,17 +113,3 @@ def test_questions_are_counted_not_assumed():
     assert (
         data.description()["validation_answers"] == data.questions and f"{data.questions:,}" in data.headline()["data"]
     )
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (partial(InContextRecall, keys=0), "keys=0 is not allowed because it is below 1"),
-        (partial(InContextRecall, noise=1.0), "noise=1.0 is not allowed because it is a share"),
-        (partial(FuzzyRecall, longest=8), "longest=8 is not allowed because it is above 7"),
-        (partial(SelectiveCopy, copied=0), "copied=0 is not allowed because it is below 1"),
-    ],
-)
-def test_what_cannot_be_is_refused(make, words: str):
-    with pytest.raises(ValueError, match=words):
-        make()

@@ -156,23 +156,3 @@ def test_a_sequence_of_nothing_but_ignored_targets_is_skipped_or_named() -> None
     assert len(examples([empty, sequence([0, 1, 2], following=3)], 2, V)[0]) == 3
     with pytest.raises(ValueError, match="no sequence has a target"):
         examples([empty], 2, V)
-
-
-@pytest.mark.parametrize(
-    ("order", "vocabulary", "sequences", "sentence"),
-    [
-        (0, V, 3, "n-gram order 0 is too small"),
-        (2, 4, 3, "lies outside vocabulary 4"),
-        (2, V, 0, "there are no sequences"),
-    ],
-)
-def test_what_cannot_be_counted_is_named(order: int, vocabulary: int, sequences: int, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        measure(sample(sequences, seed=0), sample(2, seed=1), order=order, vocabulary=vocabulary, bytes_per_token=1.0)
-
-
-def test_documents_that_are_fractions_are_not_cut_off():
-    """0.2 and 0.7 would be the same document."""
-    row = {name: np.array([1, 2, 3]) for name in ("tokens", "targets")} | {"documents": np.array([0.2, 0.7, 1.0])}
-    with pytest.raises(ValueError, match="documents must be whole numbers, got float64"):
-        measure([row], [row], order=2, vocabulary=5, bytes_per_token=1.0)

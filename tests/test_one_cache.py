@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 from short_runs import no_death
 
-from gsm.data import encode
-from gsm.data import ids as cached_ids
+from gsm.data import tokens
 from gsm.data.module import TextData
 
 pytestmark = pytest.mark.slow
@@ -53,28 +52,28 @@ def reader(text: Path, cache: Path, together: Any, said: Any, death: Callable[[]
     handler.emit = lambda record: made.append(record.getMessage())
     logging.getLogger("gsm.data").addHandler(handler)
     logging.getLogger("gsm.data").setLevel(logging.INFO)
-    encode.PARCEL = cached_ids.SAVED = 1 << 12  # characters, ids: there are many notes of progress
+    tokens.PARCEL = 1 << 12  # characters: there are many parcels
     death()
     together.wait()
     said.put((read(text, cache), [start for start in MADE for line in made if line.startswith(start)]))
 
 
 def killed_while_encoding(deaths: Any) -> None:
-    """Kill the first that write after their first note of progress; each goes on after the place that is noted."""
-    notes = 0
+    """Kill the first processes that write, after their first parcel; the next one begins again."""
+    whole = tokens.write_ids
 
-    def save(self: Any, whole: Callable[[Any], None] = cached_ids.IdWriter._save) -> None:
-        nonlocal notes
-        whole(self)
-        notes += 1
-        if notes == 1:
+    def write_ids(*arguments: Any, report: Callable[[int], object], **facts: Any) -> dict[str, Any]:
+        def die(count: int) -> None:
             with deaths.get_lock():
                 deaths.value -= 1
                 dies = deaths.value >= 0
             if dies:
                 os.kill(os.getpid(), signal.SIGKILL)
+            report(count)
 
-    cached_ids.IdWriter._save = save
+        return whole(*arguments, report=die, **facts)
+
+    tokens.write_ids = write_ids
 
 
 def all_at_once(

@@ -41,7 +41,6 @@ LIMITS = {
     "model.residual.sinkhorn_rounds=1000000000000": "from 1 to 1,000",
     "size.encoder_layers=1000000000": "from 1 to 1,000",
     "size.vocabulary=9223372036854775808": "more than 62 bits",
-    "data.num_workers=1000000000": "from 0 to 1,024",
     "data.batch_size=1000000000": "from 1 to 1,000,000",
     "data.validation_sequences=1000000000": "from 1 to 10,000,000",
 }

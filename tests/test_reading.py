@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -71,15 +70,6 @@ def test_the_mark_that_windows_writes_is_no_text(tmp_path: Path) -> None:
     assert not list(read_pieces(pack(tmp_path / "b.txt", mark)))
 
 
-@pytest.mark.parametrize("kind", ["txt", "jsonl", "txt.gz"])
-@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
-def test_utf16_is_named_with_the_command_that_converts_it(encoding: str, kind: str, tmp_path: Path) -> None:
-    """Its texts were read as letters with NUL between them."""
-    path = pack(tmp_path / f"a.{kind}", "\N{ZERO WIDTH NO-BREAK SPACE}Привет".encode(encoding))
-    with pytest.raises(Damaged, match=r"a\..* is UTF-16; convert it with iconv -f UTF-16 -t UTF-8"):
-        list(read_pieces(path))
-
-
 @pytest.mark.parametrize("name", ["A.TXT", "a.Jsonl", "a.jsonl.GZ", "a.txt.Xz", "a.Txt.zsT"])
 def test_endings_may_be_in_letters_of_any_case(name: str, tmp_path: Path) -> None:
     lines = "json" in name.lower()
@@ -114,30 +104,6 @@ def test_bytes_that_are_no_utf8_become_the_replacement_character_in_json_too(tmp
     assert [piece.text for piece in read_pieces(path)] == ["a\N{REPLACEMENT CHARACTER}b"]
 
 
-@pytest.mark.parametrize(
-    ("line", "sentence"),
-    [
-        (b"not json", r"a\.jsonl, line 2, is not JSON .*text in field 'text'"),
-        (b'{"body": "x", "id": 3}', r"a\.jsonl, line 2, has no field 'text' but fields body, id; set data.text_field"),
-        (b'["x"]', r"a\.jsonl, line 2, has no field 'text' but \['x'\]"),
-        (b'{"text": 5}', r"a\.jsonl, line 2, holds 5 in field 'text', which is no text"),
-    ],
-)
-def test_a_line_that_cannot_be_read_is_named(line: bytes, sentence: str, tmp_path: Path) -> None:
-    path = pack(tmp_path / "a.jsonl", json_lines(["fine"]) + line)
-    with pytest.raises(ValueError, match=sentence):
-        list(read_pieces(path))
-
-
-def test_a_parquet_file_without_the_column_is_named(tmp_path: Path) -> None:
-    path = parquet(tmp_path / "a.parquet", STORIES, "body")
-    with pytest.raises(ValueError, match=r"a\.parquet has no column 'text' but id, body; set data.text_field"):
-        list(read_pieces(path))
-    path.write_bytes(b"no parquet at all")
-    with pytest.raises(ValueError, match=r"a\.parquet is damaged or cut short"):
-        list(read_pieces(path))
-
-
 @pytest.mark.parametrize("kind", ["jsonl", "txt"])
 @pytest.mark.parametrize("packed", [".gz", ".xz", ".zst"])
 def test_a_packed_file_that_was_cut_short_is_named(packed: str, kind: str, tmp_path: Path) -> None:
@@ -166,26 +132,11 @@ def test_a_line_that_would_fill_the_memory_is_named_and_never_held(
     assert peak < len(line) / 2
 
 
-def test_a_line_that_is_nested_too_deep_is_damage_like_any_other(tmp_path: Path) -> None:
-    path = pack(tmp_path / "a.jsonl", json_lines(["sound"]) + b"[" * 200_000)
-    with pytest.raises(Damaged, match=r"a\.jsonl, line 2, is not JSON"):
-        list(read_pieces(path))
-
-
 def test_zstd_frames_may_follow_one_another(tmp_path: Path) -> None:
     frames = [pack(tmp_path / "a.txt.zst", text.encode()).read_bytes() for text in STORIES]
     skipped = b"\x50\x2a\x4d\x18" + (3).to_bytes(4, "little") + b"xyz"  # a frame that holds no text
     (path := tmp_path / "a.txt.zst").write_bytes(frames[0] + skipped + b"".join(frames[1:]))
     assert list(read_pieces(path)) == [Piece("".join(STORIES), last=True)]
-
-
-@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.zst"])
-def test_a_missing_package_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("pyarrow", "pyarrow.parquet"):
-        monkeypatch.setitem(sys.modules, module, None)
-    (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(ModuleNotFoundError, match=rf"{name} need the package pyarrow.*pip install"):
-        list(read_pieces(tmp_path / name))
 
 
 def test_a_large_corpus_is_read_for_its_digest_only_when_it_changed(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -202,47 +201,6 @@ def test_the_whole_gap_is_kept_at_the_length_that_just_holds_it(task):
 def test_near_questions_are_more_frequent_in_multi_query_recall():
     distances = [q - 2 * RECALL.pairs for _, target_T in sequences(RECALL, 128) for q in np.flatnonzero(target_T >= 0)]
     assert np.median(distances) < 30  # of 120
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (partial(Needle, gap=-1), "gap=-1 is not allowed because it is below 0"),
-        (partial(Needle, gap=1, keys=3, pairs=4), "pairs=4 is not allowed because keys=3"),
-        (partial(Paraphrase, gap=1, names=5), "names=5 is not allowed because keys=32"),
-        (partial(Paraphrase, gap=1, names=1), "names=1 is not allowed because keys=32"),
-        (partial(Paraphrase, gap=1, names=8), "pairs=10 is not allowed because keys=32 with 8 names each are only 4"),
-        (partial(Paraphrase, gap=1, names=2, literal=1.5), "literal=1.5 is not allowed because it is above 1"),
-        (
-            partial(Paraphrase, gap=1, names=2, left_out=True),
-            "left_out=true is not allowed because two names .* Use names=3 or more",
-        ),
-        (partial(MultiQueryRecall, values=0), "values=0 is not allowed because it is below 1"),
-        (
-            partial(SyntheticData, task=NEEDLE, vocabulary=26, context=30, batch_size=1),
-            "context=30 is not allowed because .* Use 36 or more",
-        ),
-        (
-            partial(SyntheticData, task=NEEDLE, vocabulary=20, context=64, batch_size=1),
-            "size.vocabulary=20 is not allowed because .* Use 26 or more",
-        ),
-        (
-            partial(SyntheticData, task=NEEDLE, vocabulary=26, context=64, batch_size=0),
-            "batch_size=0 is not allowed because it is below 1",
-        ),
-        (
-            partial(SyntheticData, task=NEEDLE, vocabulary=26, context=64, batch_size=1, shortest=8),
-            "shortest=8 is not allowed because it is below 16",
-        ),
-        (
-            partial(SyntheticData, task=NEEDLE, vocabulary=26, context=64, batch_size=1, shortest=20, grow_from=0.9),
-            "grow_from=0.9 is not allowed because it is above 0.5",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused_with_its_name(make, words):
-    with pytest.raises(ValueError, match=words):
-        make()
 
 
 def data(**options) -> SyntheticData:

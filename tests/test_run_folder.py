@@ -25,7 +25,6 @@ from gsm.config import command_line
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import CheckpointError
-from gsm.data.loader import refuse_workers
 from gsm.evaluation.generate import generate
 from gsm.training import folder as run_folder
 from gsm.training import run as fit
@@ -97,7 +96,6 @@ def other_text() -> dict[str, str | int]:
         ({"callbacks__selection": None}, False),
         ({"callbacks__progress": None}, False),
         ({"callbacks__latest": {"minutes": 30}}, False),
-        ({"data__prepare_workers": 3}, False),
         ({"data__cache_dir": "/elsewhere"}, False),
         ({"trainer__val_check_interval": 3}, False),
         ({"trainer__limit_val_batches": 3}, False),
@@ -301,16 +299,6 @@ def test_a_disk_without_locks_is_trained_on(
         pass
     said = capsys.readouterr().err
     assert said.startswith(f"{tmp_path} cannot be locked (") and len(said.splitlines()) == 1
-
-
-def test_processes_that_could_not_hand_over_a_batch_are_refused(monkeypatch: pytest.MonkeyPatch):
-    """Both died with a long TMPDIR, as clusters have it, and the run waited for ever."""
-    monkeypatch.setattr("tempfile.tempdir", "/tmp/" + 71 * "a")
-    with pytest.raises(ConfigError, match="data.num_workers=2 is not allowed because the path of the temporary folder"):
-        refuse_workers(2)
-    refuse_workers(0)
-    monkeypatch.setattr("tempfile.tempdir", "/tmp/" + 70 * "a")
-    refuse_workers(2)
 
 
 def test_files_that_are_no_run_are_not_moved(tmp_path: Path):

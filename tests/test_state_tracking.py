@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from itertools import permutations
 from typing import Any
 
@@ -16,7 +15,6 @@ from small import SHALLOW, build
 from gsm.config.compose import compose
 from gsm.data.groups import group
 from gsm.data.state_tracking import StateTracking
-from gsm.data.synthetic import SyntheticData
 from gsm.evaluation import tracking
 from gsm.training.run import train
 
@@ -175,39 +173,6 @@ def test_a_direct_answer_is_the_models_own_of_the_whole_word():
     said_B = model(torch.tensor(np.stack([word.letter_N for word in words]))).logits[:, -1].argmax(-1)
     want_B = said_B == torch.tensor([word.state_N[-1] for word in words])
     assert (tracking.last_states(model, words, steps=False) == want_B).all()
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (partial(group, "A5"), "groups=A5 is not allowed because it is no known group. Use parity, Z<m>"),
-        (partial(group, "S7"), "permutations of n things, 2 to 6"),
-        (partial(StateTracking, groups=["Z1"]), "groups=Z1 is not allowed"),
-        (partial(StateTracking, groups=["S3", "S3"]), "each of them once"),
-        (partial(StateTracking, groups=[]), "Use one group or more"),
-        (partial(StateTracking, letters="some"), "letters=some is not allowed because it is unknown. Use all or few"),
-        (
-            partial(StateTracking, answers="cot"),
-            "answers=cot is not allowed because it is unknown. Use direct or steps",
-        ),
-        (
-            partial(StateTracking, answers="steps", ask="end"),
-            "ask=end is not allowed because .* Use ask=every, or answers=direct",
-        ),
-        (partial(StateTracking, tested=[0]), r"tested=\[0\] is not allowed because .* Use lengths of 1 or more"),
-        (
-            partial(SyntheticData, task=replace(MANY, answers="steps"), vocabulary=20, context=31, batch_size=1),
-            "context=31 is not allowed because .* Use a multiple of 2",
-        ),
-        (
-            partial(SyntheticData, task=MANY, vocabulary=19, context=8, batch_size=1),
-            "size.vocabulary=19 is not allowed because .* Use 20 or more",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused_with_its_name(make: Any, words: str):
-    with pytest.raises(ValueError, match=words):
-        make()
 
 
 def test_a_run_learns_parity_and_says_how_well_it_knows_it_at_each_length(tmp_path):

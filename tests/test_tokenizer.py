@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import tiny_text
 
-from gsm.data import merges
 from gsm.data.corpus import Corpus, standard_library
 from gsm.data.tokenizer import SMALLEST, Tokenizer
 
@@ -81,14 +77,6 @@ def test_training_is_repeatable_and_stops_at_the_vocabulary(text: Path) -> None:
     assert len(first.encode(texts[5])) < len(texts[5]) / 1.3, "the merges should shorten the text they were learned on"
 
 
-def test_damaged_or_unknown_states_are_refused() -> None:
-    with pytest.raises(ValueError, match="tokenizer=words is not allowed because it is unknown. Use bpe, bytes"):
-        Tokenizer.from_state({"kind": "words", "json": None})
-    for damaged in (None, "", '{"model":', "[]"):
-        with pytest.raises(ValueError, match="no readable 'json'"):
-            Tokenizer.from_state({"kind": "bpe", "json": damaged})
-
-
 def test_the_smallest_vocabulary_is_the_bytes_alone(text: Path) -> None:
     assert Tokenizer.train(Corpus(text).documents("train"), SMALLEST).encode("aä") == Tokenizer.train(
         [], SMALLEST
@@ -101,18 +89,8 @@ def test_the_smallest_vocabulary_is_the_bytes_alone(text: Path) -> None:
 def test_the_bound_of_a_piece_changes_nothing_for_ordinary_text(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [text for text, _ in zip(standard_library().documents("train"), range(60), strict=False)]
     bounded = Tokenizer.train(texts, 1024).digest
-    monkeypatch.setattr(merges, "LONGEST", 1 << 40)
+    monkeypatch.setattr("gsm.data.tokenizer.LONGEST", 1 << 40)
     assert bounded == Tokenizer.train(texts, 1024).digest
-
-
-def test_no_piece_of_the_default_corpus_is_as_long_as_those_that_are_cut() -> None:
-    import tokenizers
-
-    pieces = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    for text in standard_library().documents("train"):
-        for line in text.splitlines():  # a piece of blank lines apart, of which nobody writes a thousand
-            if len(line) > merges.LONGEST // 4:
-                assert max(len(piece) for piece, _ in pieces.pre_tokenize_str(line)) <= merges.LONGEST
 
 
 @pytest.mark.parametrize(
@@ -124,32 +102,3 @@ def test_one_character_over_and_over_is_learned_in_seconds(text: str) -> None:
     tokenizer = Tokenizer.train([text], 300)
     assert len(tokenizer.encode(text)) < len(text) / 100
     assert time.monotonic() - begun < 20
-
-
-def test_an_interrupt_ends_the_training_of_a_tokenizer() -> None:
-    code = (
-        # A command in the background of a shell ignores SIGINT, and so would this one.
-        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "import random\nfrom gsm.data.tokenizer import Tokenizer\n"
-        "text = ''.join(random.Random(0).choices('abcdefghijklmnop', k=10_000_000))\n"
-        "print('begins', flush=True)\nTokenizer.train([text], 30_000)\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as run:
-        assert run.stdout is not None and run.stdout.readline() == "begins\n"
-        time.sleep(3)
-        assert run.poll() is None, "it learns for a minute"
-        run.send_signal(signal.SIGINT)
-        begun = time.monotonic()
-        run.wait(30)
-        assert time.monotonic() - begun < 5
-
-
-def test_an_error_of_the_library_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> str:
-        raise ValueError("no merges")
-
-    monkeypatch.setattr(merges, "_learn", refuse)
-    with pytest.raises(ValueError, match="no merges"):
-        Tokenizer.train(["some text"], 300)

@@ -11,9 +11,7 @@ import pytest
 import tiny_text
 import torch
 
-from gsm.config.check import ConfigError
 from gsm.config.compose import compose
-from gsm.config.load import instantiate
 from gsm.data import tuning
 from gsm.data.adaptation import RulerData
 from gsm.data.module import TextData
@@ -21,8 +19,7 @@ from gsm.data.recall import MultiQueryRecall
 from gsm.data.state_tracking import StateTracking
 from gsm.data.synthetic import SyntheticData
 from gsm.data.tokenizer import Tokenizer
-from gsm.data.tokens import Split
-from gsm.data.tuning import Ranges, divide
+from gsm.data.tuning import Ranges
 from gsm.evaluation import tracking
 from gsm.evaluation.held_out import _title
 from gsm.paths import variants
@@ -140,13 +137,6 @@ def test_ranges_are_one_row(text: Callable[..., TextData]):
             assert made[start:stop].tolist() == row[start:stop].tolist()
 
 
-def test_a_split_that_is_too_short_is_said():
-    with pytest.raises(
-        ValueError, match="held_out=tuning is not allowed because the training split has only 10 tokens"
-    ):
-        divide(Split("train", Path(), 10, 10, 10, "uint16"), BYTES)
-
-
 def test_sequences_that_are_made_are_others_and_trained_on_alike():
     task = MultiQueryRecall(pairs=2)
     common: dict[str, Any] = {"task": task, "vocabulary": 96, "context": 24, "batch_size": 2}
@@ -201,17 +191,3 @@ def test_what_is_measured_of_an_attempt_is_not_called_validation():
 def test_every_data_yaml_has_the_switch_and_validates_on_what_is_reported_unless_it_is_used(name: str):
     path = ["data.path=."] if name == "folder" else []
     assert compose([f"data={name}", *path])["data"]["held_out"] == "validation"
-
-
-@pytest.mark.parametrize("name", ["stdlib", *MADE])
-def test_another_word_is_refused(name: str):
-    with pytest.raises(
-        ConfigError, match="held_out=tunin is not allowed because it is unknown. Use validation or tuning"
-    ):
-        instantiate(compose([f"data={name}", "size=pico", "data.held_out=tunin"])["data"], "data")
-
-
-@pytest.mark.parametrize("seed", [2**32 - 1, 2**32 - 2])
-def test_no_run_trains_on_what_is_held_out(seed: int):
-    with pytest.raises(ConfigError, match=f"data.seed={seed} is not allowed"):
-        instantiate(compose(["data=recall", f"data.seed={seed}"])["data"], "data")

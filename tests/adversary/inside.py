@@ -10,7 +10,6 @@ import gsm.experiments.execute  # noqa: F401 - what train.py imports late: whoev
 from gsm.config.command_line import REMEDIES, errors_as_sentences
 from gsm.config.compose import compose
 from gsm.config.load import instantiate, read_checkpoint
-from gsm.data import ids as cached_ids
 from gsm.training import run
 from gsm.training.callbacks.summary import Summary, commit, versions
 from gsm.training.folder import Start, prepare
@@ -25,7 +24,6 @@ __all__ = [
     "errors_as_sentences",
     "prepare",
     "resumed",
-    "often_noted",
     "train",
     "versions",
 ]
@@ -50,11 +48,6 @@ def resumed(config: Mapping[str, Any]) -> dict[str, Any]:
     assemble(config, start)
     assert start.checkpoint is not None, "it starts over without a word"
     return read_checkpoint(start.checkpoint)
-
-
-def often_noted() -> None:
-    """Have the progress of encoding noted often, so that a kill leaves ids to go on from."""
-    cached_ids.SAVED = 1 << 16
 
 
 def first_row(memory: Any) -> int:

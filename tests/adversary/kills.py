@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from short_runs import TINY, below, called, lines, scalars
 
-from adversary import inside
 from adversary.damage import same
 from adversary.outcome import FAILED, RIGHT, Result
 from adversary.world import QUICK, World
@@ -59,7 +58,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "experiment": ("experiment=two_arms",),
     "runs": ("seeds=[0]", f"runs={RUNS}"),
     "two ranks": ("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "data.batch_size=2"),
-    "encoding": ("data.tokenizer=bpe", "size.vocabulary=300", "data.prepare_workers=2", "trainer.max_steps=1"),
+    "encoding": ("data.tokenizer=bpe", "size.vocabulary=300", "trainer.max_steps=1"),
 }
 
 
@@ -196,7 +195,6 @@ def _be_the_command(words: list[str], log: Path) -> None:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         os.environ["OMP_NUM_THREADS"] = "1"  # for what it starts; this process has one thread already
-        inside.often_noted()
         sys.argv = [str(TRAIN), *words]
         runpy.run_path(str(TRAIN), run_name="__main__")
         code = 0

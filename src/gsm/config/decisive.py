@@ -6,8 +6,9 @@ DECISIVE = {"model", "size", "data", "optimizer", "trainer", "callbacks", "seed"
 # Callbacks that change nothing.
 WATCHING = {"throughput", "progress", "best", "latest", "charts", "pictures", "profile"}
 IDLE = {
-    *("data.cache_dir", "data.num_workers", "data.prepare_workers"),
-    *("data.on_corrupt", "data.longest_line"),  # older runs have them
+    "data.cache_dir",
+    *("data.on_corrupt", "data.longest_line", "data.num_workers", "data.prepare_workers"),  # older runs have them
+    *("data.digits", "data.increment"),  # older runs have them
     *("trainer.log_every_n_steps", "trainer.val_check_interval", "trainer.check_val_every_n_epoch"),
     *("trainer.limit_val_batches", "trainer.num_sanity_val_steps"),
 }
@@ -19,7 +20,7 @@ ENDING = {"optimizer.decay_fraction"}
 DIVIDING = ("data.batch_size", "global_batch", "trainer.devices", "trainer.num_nodes", "trainer.context")
 
 # Where the same data lie on each machine, and how they are read there: the data's fingerprint tells whether they are.
-LOCAL = {"data.path", "data.cache_dir", "data.num_workers", "data.prepare_workers"}
+LOCAL = {"data.path", "data.cache_dir"}
 
 
 def decides(key: str, by_path: bool = False, divided: bool = False) -> bool:

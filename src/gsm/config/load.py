@@ -30,7 +30,9 @@ from gsm.training.distributed import shards
 from gsm.training.resume import ENTRIES, FORMAT, STATE
 
 LAST = "checkpoints/last.ckpt"  # in the folder of a run
-WITHDRAWN = ("on_corrupt", "longest_line", "digits", "increment")  # arguments of data that older checkpoints name
+WITHDRAWN = (  # arguments of data that older checkpoints name
+    *("on_corrupt", "longest_line", "digits", "increment", "num_workers", "prepare_workers"),
+)
 NUMBER = (int, float)
 NONE = type(None)
 # The kind of every entry of a checkpoint, as `gsm.files.misshapen` reads it. The keys in `NEEDED` have to be there.

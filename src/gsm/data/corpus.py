@@ -123,10 +123,6 @@ class Corpus:
             return self._divided(split)
         return (piece for name in self.files[split] for piece in self._read(name))
 
-    def size(self, split: str) -> int | None:
-        """Return the bytes on the disk of the files that `pieces` reads; None if they are unknown."""
-        return sum(self._bytes(name) for name in self.files[split])
-
     @cached_property
     def files(self) -> dict[str, list[str]]:
         """The sorted names of each split. Both name the only file, which is then divided inside."""

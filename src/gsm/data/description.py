@@ -6,8 +6,6 @@ checked first.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import gzip
 import io
 import json
@@ -55,20 +53,17 @@ def read_description(given: str) -> dict[str, Any]:
 def description(text: str) -> dict[str, Any]:
     """Return the content of a tokenizer.json after the checks.
 
-    Raise ValueError: it is not JSON, has no model, or has an id or a table that no tokenizer needs.
+    Raise ValueError: it is not JSON, has no model, or has an id that no tokenizer needs.
     """
     if len(text) > LARGEST:
         raise ValueError(f"it is larger than {LARGEST:,} bytes")
     try:
         content = json.loads(text)
-        tables = list(_tables(content))
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         raise ValueError("it holds no 'model'")
     _check_ids(content)
-    for table in tables:
-        _check_table(table)
     return content
 
 
@@ -135,23 +130,3 @@ def _check_ids(content: Mapping[str, Any]) -> None:
 
 def _type(part: Any) -> Any:
     return part.get("type") if isinstance(part, dict) else None
-
-
-def _tables(part: Any) -> Iterator[Any]:
-    """Yield SentencePiece's tables of characters in any part."""
-    if isinstance(part, dict):
-        if "precompiled_charsmap" in part:
-            yield part["precompiled_charsmap"]
-        part = [value for value in part.values() if isinstance(value, dict | list)]
-    for inner in part if isinstance(part, list) else ():
-        yield from _tables(inner)
-
-
-def _check_table(value: Any) -> None:
-    """Check SentencePiece's table of characters. It begins with the length of its trie, which the library allocates."""
-    try:
-        raw = base64.b64decode(value or "", validate=True)
-    except (binascii.Error, TypeError, ValueError):
-        raw = b""
-    if not 0 < int.from_bytes(raw[:4], "little") <= len(raw) - 4:
-        raise ValueError("its normalizer's precompiled_charsmap is damaged")

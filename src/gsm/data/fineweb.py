@@ -96,10 +96,6 @@ class FineWeb(Corpus):
             return super().digest
         return hashlib.sha256(json.dumps([self.files, self.text_field]).encode()).hexdigest()
 
-    def size(self, split: str) -> int | None:
-        """Return the bytes of the files; None on the hub."""
-        return None if self.remote else super().size(split)
-
     def _walk(self) -> Iterator[str]:
         return iter(self._listed) if self.remote else super()._walk()
 

@@ -1,19 +1,19 @@
-"""Write token ids to one file, continue after an interruption, and map the finished file.
+"""Write token ids to one file, and map it.
 
-    <folder>/ids.bin         the ids and nothing else
-    <folder>/progress.json   counts up to a place in ids.bin, from which an interrupted writer continues
-    <folder>/index.json      counts of the whole file; appears last
+    <folder>/ids.bin      the ids and nothing else
+    <folder>/index.json   counts of the whole file; appears last
 
 Text and tokenizer determine every byte of ids.bin. So two processes may write it at once, where a disk has no locks:
-they write the same bytes to the same places, and neither shortens the file before it is complete.
+they write the same bytes to the same places, and neither shortens the file before it is complete. Ids without an index
+are written again.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +23,7 @@ from gsm.data.cache import writable
 from gsm.files import read_json, write_json
 
 log = logging.getLogger(__name__)
-SAVED = 1 << 24  # ids between two notes of progress: about a minute of one process
-IDS, PROGRESS, INDEX = "ids.bin", "progress.json", "index.json"
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Counts of the text up to a place in the ids.
-
-    Attributes:
-        tokens: ids, ends of text included.
-        pieces: pieces of documents.
-        bytes: UTF-8 bytes of the text.
-        spelled: bytes that the ids stand for. A tokenizer that loses or adds bytes makes them another number.
-    """
-
-    tokens: int = 0
-    pieces: int = 0
-    bytes: int = 0
-    spelled: int = 0
+IDS, INDEX = "ids.bin", "index.json"
 
 
 @dataclass(frozen=True)
@@ -59,96 +41,66 @@ class Encoded:
     bytes_P: np.ndarray
 
 
-class IdWriter:
-    """Append ids to the file of a folder, from the place of its last note of progress. A context manager.
+def write_ids(
+    folder: Path,
+    parcels: Iterable[Encoded],
+    *,
+    lengths_V: np.ndarray,
+    dtype: str,
+    limit: int | None = None,
+    report: Callable[[int], object] = lambda count: None,
+) -> dict[str, Any]:
+    """Write ids and their index, and return the index.
 
     Args:
-        folder: where the file lies; made if it is missing.
+        folder: made if it is missing.
+        parcels: the ids, in order.
         lengths_V: int64 [V], bytes that each id stands for.
-        dtype: of the ids.
+        dtype: of the ids in the file.
         limit: most ids in the file; None: no limit.
+        report: takes the number of ids of each parcel once they are written.
 
-    Attributes:
-        done: the counts of everything written.
+    Returns:
+        ``tokens``: ids, ends of text included; ``bytes``: UTF-8 bytes of the text; ``spelled``: bytes that the ids
+        stand for, another number where a tokenizer loses or adds bytes; ``dtype``.
 
     Raises:
         OSError: the folder cannot be written.
     """
-
-    def __init__(self, folder: Path, *, lengths_V: np.ndarray, dtype: str, limit: int | None = None) -> None:
-        self.folder, self.lengths_V, self.dtype, self.limit = folder, lengths_V, np.dtype(dtype), limit
+    tokens = text = spelled = 0
+    with writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / INDEX).unlink(missing_ok=True)
+        (folder / IDS).touch()
+        file = (folder / IDS).open("r+b")
+    with file:
+        for encoded in parcels:
+            count = len(encoded.ids) if limit is None else min(len(encoded.ids), limit - tokens)
+            with writable(folder):
+                file.write(np.ascontiguousarray(encoded.ids[:count], dtype).tobytes())
+            tokens += count
+            text += _text_bytes(encoded, count, lengths_V)
+            spelled += int(lengths_V[encoded.ids[:count]].sum())
+            report(count)
+            if tokens == limit:
+                break
+        index = {"tokens": tokens, "bytes": text, "spelled": spelled, "dtype": np.dtype(dtype).name}
         with writable(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / INDEX).unlink(missing_ok=True)
-            (folder / IDS).touch()
-            self._file = (folder / IDS).open("r+b")
-        self.done = self._saved = self._resume()
-        self._file.seek(self.done.tokens * self.dtype.itemsize)
+            file.truncate(tokens * np.dtype(dtype).itemsize)  # another limit never shares the folder
+            file.flush()
+            os.fsync(file.fileno())
+            write_json(folder / INDEX, index)
+    return index
 
-    def __enter__(self) -> IdWriter:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        """Note the progress of an interrupted writer, if the disk takes it."""
-        with suppress(OSError):
-            if self.done != self._saved:
-                self._save()
-        with suppress(OSError):
-            self._file.close()
-
-    @property
-    def full(self) -> bool:
-        """Whether `limit` is reached."""
-        return self.limit is not None and self.done.tokens >= self.limit
-
-    def write(self, encoded: Encoded) -> None:
-        """Append ids, up to the limit. The first call continues after `done.pieces` pieces of the text."""
-        count = len(encoded.ids) if self.limit is None else min(len(encoded.ids), self.limit - self.done.tokens)
-        with writable(self.folder):
-            self._file.write(np.ascontiguousarray(encoded.ids[:count]).tobytes())
-            self.done = self._after(encoded, count)
-            if self.done.tokens - self._saved.tokens >= SAVED:
-                self._save()
-
-    def finish(self) -> dict[str, Any]:
-        """Write the index and return it."""
-        with writable(self.folder):
-            self._file.truncate(self.done.tokens * self.dtype.itemsize)  # another limit never shares the folder
-            self._save()
-            index = {**asdict(self.done), "dtype": self.dtype.name}
-            write_json(self.folder / INDEX, index)
-            (self.folder / PROGRESS).unlink(missing_ok=True)
-        return index
-
-    def _after(self, encoded: Encoded, count: int) -> Progress:
-        """Return the progress after `count` of these ids. A piece that the limit cuts has its share of the bytes."""
-        done, ids = self.done, encoded.ids
-        whole = int(np.searchsorted(encoded.ends_P, count, side="right"))
-        text = int(encoded.bytes_P[:whole].sum())
-        start = int(encoded.ends_P[whole - 1]) if whole else 0
-        if count > start:
-            spelled = self.lengths_V[ids[start : int(encoded.ends_P[whole])]]
-            text += round(int(encoded.bytes_P[whole]) * float(spelled[: count - start].sum() / max(1, spelled.sum())))
-        spelled = int(self.lengths_V[ids[:count]].sum())
-        return Progress(done.tokens + count, done.pieces + whole, done.bytes + text, done.spelled + spelled)
-
-    def _save(self) -> None:
-        """Note the progress once its ids are on the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        write_json(self.folder / PROGRESS, asdict(self.done))
-        self._saved = self.done
-
-    def _resume(self) -> Progress:
-        note = read_json(self.folder / PROGRESS) or {}
-        names = [field.name for field in fields(Progress)]
-        if not all(type(note.get(name)) is int for name in names):
-            return Progress()
-        done = Progress(**{name: note[name] for name in names})
-        if not 0 < done.tokens * self.dtype.itemsize <= (self.folder / IDS).stat().st_size:
-            return Progress()
-        log.info("Continuing after %d tokens that lie in %s.", done.tokens, self.folder)
-        return done
+def _text_bytes(encoded: Encoded, count: int, lengths_V: np.ndarray) -> int:
+    """Return the bytes of the text of the first `count` ids. A piece that is cut has its share of the bytes."""
+    whole = int(np.searchsorted(encoded.ends_P, count, side="right"))
+    text, start = int(encoded.bytes_P[:whole].sum()), int(encoded.ends_P[whole - 1]) if whole else 0
+    if count == start:
+        return text
+    spelled = lengths_V[encoded.ids[start : int(encoded.ends_P[whole])]]
+    return text + round(int(encoded.bytes_P[whole]) * float(spelled[: count - start].sum() / max(1, spelled.sum())))
 
 
 def read_index(folder: Path) -> dict[str, Any] | None:

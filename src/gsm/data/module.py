@@ -28,8 +28,6 @@ from gsm.data.tokens import Split, find_or_encode, find_or_train
 from gsm.data.tuning import divide
 from gsm.errors import within
 
-MOST_PROCESSES = 1024  # of one machine
-
 
 class TextData(DataModule):
     """Packed text. Batches are dicts of int64 [B,T]: `tokens`, `targets` (shifted, -100 ignored) and `documents`.
@@ -56,8 +54,6 @@ class TextData(DataModule):
             split neither encoded nor read (see `gsm.data.tuning`).
         seed: of the training order.
         validation_sequences: number of sequences of validation, spread evenly; None: all.
-        num_workers: processes that cut batches; 0 is usually fastest.
-        prepare_workers: threads that encode the text, once; None: one for each core, if there is much text.
         cache_dir: the folder of the tokenizer and the ids; None: GSM_CACHE or `.cache/gsm`.
 
     Raises:
@@ -84,15 +80,11 @@ class TextData(DataModule):
         held_out: str = "validation",
         seed: int = 0,
         validation_sequences: int | None = None,
-        num_workers: int = 0,
-        prepare_workers: int | None = None,
         cache_dir: str | None = None,
     ) -> None:
         super().__init__()
         check_numbers(batch_size, validation_sequences, seed)
         within(2, context=context)
-        within(0, MOST_PROCESSES, num_workers=num_workers)
-        within(1, MOST_PROCESSES, prepare_workers=prepare_workers)
         within(context + 1, max_tokens=max_tokens, max_validation_tokens=max_validation_tokens)
         self._chosen = chosen_tokenizer(tokenizer, end_of_text, vocabulary)
         if documents not in DOCUMENTS:
@@ -109,9 +101,8 @@ class TextData(DataModule):
         if self.corpus.notes is None:
             self.corpus.notes = cache_folder(cache_dir)
         self.vocabulary, self.context, self.batch_size, self.seed = vocabulary, context, batch_size, seed
-        self.validation_sequences, self.num_workers, self.cache_dir = validation_sequences, num_workers, cache_dir
+        self.validation_sequences, self.cache_dir = validation_sequences, cache_dir
         self.limits = {"train": max_tokens, "validation": max_validation_tokens}
-        self.prepare_workers = prepare_workers
         self._splits: dict[str, Split] = {}
 
     def prepare_data(self) -> None:
@@ -143,14 +134,8 @@ class TextData(DataModule):
         return self._splits[name]
 
     def _encoded(self, name: str) -> Split:
-        return find_or_encode(
-            self.corpus,
-            name,
-            self.tokenizer,
-            cache_folder(self.cache_dir),
-            limit=self.limits[name],
-            workers=self.prepare_workers,
-        )
+        folder = cache_folder(self.cache_dir)
+        return find_or_encode(self.corpus, name, self.tokenizer, folder, limit=self.limits[name])
 
     @cached_property
     def train_set(self) -> Sequences:
@@ -175,11 +160,11 @@ class TextData(DataModule):
     def bytes_of_tokens(self, split: str) -> np.ndarray:
         """Return bytes of the text for each id [V]; their sum over a split is the length of its text.
 
-        They are the tokenizer's `token_lengths_V`, int64, if it spells text exactly. Else they are float32: these
-        lengths times (bytes of the split's text) / (bytes that its tokens spell).
+        They are the tokenizer's `token_lengths_V`, int64, if its tokens spell the text. Where a normalizer changes the
+        text, they are float32: these lengths times (bytes of the split's text) / (bytes that its tokens spell).
         """
         lengths_V, made = self.tokenizer.token_lengths_V, self.split(split)
-        if self.tokenizer.exact and made.bytes == made.spelled:
+        if made.bytes == made.spelled:
             return lengths_V
         return (lengths_V * (made.bytes / max(1, made.spelled))).astype(np.float32)
 
@@ -276,7 +261,7 @@ class TextData(DataModule):
         return Sequences(self.split(split), context or self.context, self.tokenizer.end_of_text, self.documents)
 
     def _loader(self, sequences: Sequences, plan: partial[Iterator[np.ndarray]], length: int) -> Batches:
-        return Batches(sequences, plan, length, workers=self.num_workers, pin_memory=self.on_gpu)
+        return Batches(sequences, plan, length, pin_memory=self.on_gpu)
 
     def _training_plan(self, length: int) -> Iterator[np.ndarray]:
         return training_batches(

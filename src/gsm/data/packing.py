@@ -98,13 +98,6 @@ class Sequences:
             for rows in zip(*batch.values(), strict=True):
                 yield dict(zip(batch, rows, strict=True))
 
-    def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "ids"}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
-        self.ids = self.split.open()  # a worker maps the file again: pickling the mapping would copy all ids
-
 
 class TrainingOrder:
     """The order of training: the number of the g-th sequence, with a new permutation for every pass over the data.

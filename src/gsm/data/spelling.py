@@ -1,9 +1,6 @@
-"""The bytes that the ids of a tokenizer.json stand for.
+"""The bytes that the ids of a byte-level tokenizer (GPT-2, Llama 3, DeepSeek, Qwen) stand for.
 
-There are two kinds of pieces. Byte-level pieces (GPT-2, Llama 3, DeepSeek, Qwen) write every byte as a printable
-character: each id is some bytes, and text is their concatenation. Others (SentencePiece's with a sign for a blank,
-WordPiece's with `##`) become text through the library's decoder alone. Such an id stands for the text that it adds
-behind another id.
+Its pieces write every byte as a printable character: each id is some bytes, and text is their concatenation.
 """
 
 from __future__ import annotations
@@ -28,34 +25,13 @@ def spell(bpe: tokenizers.Tokenizer, vocabulary: int) -> list[bytes]:
     """Return the bytes of each of `vocabulary` ids. A special token and a number without a piece stand for none."""
     added = bpe.get_added_tokens_decoder()
     plain = {token: piece for piece, token in bpe.get_vocab().items() if token not in added}
-    spelled = _byte_level(plain) if is_byte_level(bpe) else _decoded(bpe, plain)
+    byte_of = byte_of_character()
+    spelled = {
+        token: bytes(byte_of[character] for character in piece) if set(piece) <= byte_of.keys() else piece.encode()
+        for token, piece in plain.items()
+    }
     spelled |= {token: b"" if entry.special else entry.content.encode() for token, entry in added.items()}
     return [spelled.get(token, b"") for token in range(vocabulary)]
-
-
-def _byte_level(pieces: Mapping[int, str]) -> dict[int, bytes]:
-    byte_of = byte_of_character()
-    return {
-        token: bytes(byte_of[character] for character in piece) if set(piece) <= byte_of.keys() else piece.encode()
-        for token, piece in pieces.items()
-    }
-
-
-def _decoded(bpe: tokenizers.Tokenizer, pieces: Mapping[int, str]) -> dict[int, bytes]:
-    """Return the bytes that each id adds behind another id: a decoder may treat the first id of a text specially."""
-    anchor = next((token for token, piece in pieces.items() if piece.isascii() and piece.isalpha()), None)
-    anchor = next(iter(pieces), 0) if anchor is None else anchor
-    before = bpe.decode([anchor])
-    after = bpe.decode_batch([[anchor, token] for token in pieces])
-    return {
-        token: bytes([int(piece[3:5], 16)]) if _is_byte(piece) else text.removeprefix(before).encode()
-        for (token, piece), text in zip(pieces.items(), after, strict=True)
-    }
-
-
-def _is_byte(piece: str) -> bool:
-    """Return whether a piece is SentencePiece's way to write a byte, `<0x0A>`."""
-    return len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
 
 
 def _types(part: Mapping[str, Any]) -> set[str]:

@@ -1,12 +1,11 @@
 """Text to token ids and back: a byte-level BPE trained on the corpus, plain bytes, or a tokenizer.json. V vocabulary.
 
-All kinds end every document with one end of text, and never produce that id from text that spells it. The first two,
-and every byte-level tokenizer.json, spell any text exactly. A checkpoint carries `to_state`, so that generation needs
-nothing else.
+All kinds end every document with one end of text, and never produce that id from text that spells it. A checkpoint
+carries `to_state`, so that generation needs nothing else.
 
-Bits per byte count bytes of the text. An exact tokenizer has them in its tokens. Others add a blank before a document,
-or lower its case. Then `token_lengths_V` has the bytes of each token by itself, and
-`gsm.data.module.TextData.token_bytes_V` scales them to the bytes of the text.
+Bits per byte count bytes of the text. The tokens have them. A normalizer may add a blank before a document, or lower
+its case. Then `token_lengths_V` has the bytes of each token, and `gsm.data.module.TextData.token_bytes_V` scales them
+to the bytes of the text.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gsm.data.description import description, mark_end, of_library, opened, read_description
-from gsm.data.merges import learned
 from gsm.data.reading import utf8
 from gsm.data.spelling import UNKNOWN, is_byte_level, spell
 
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
 KINDS = ("bpe", "bytes", "file")  # the last one is made by from_file alone
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST = 257  # 256 bytes and the end of text
+LONGEST = 1024  # bytes of a piece that merges may not cross: the library takes the square of its length
 
 
 class Tokenizer:
@@ -46,7 +45,6 @@ class Tokenizer:
         self._bpe, self._end = bpe, end
         self.kind = "bytes" if bpe is None else kind
         self.vocabulary = SMALLEST if bpe is None else max(bpe.get_vocab().values(), default=-1) + 1
-        self.exact = bpe is None or is_byte_level(bpe)
         token = SMALLEST - 1 if bpe is None else bpe.token_to_id(end)
         if token is None:
             raise ValueError(f"the tokenizer has no {end} token; train it with one, as Tokenizer.train does")
@@ -56,13 +54,13 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], vocabulary: int) -> Tokenizer:
         """Train a byte-level BPE of at most `vocabulary` ids; a short text gives fewer.
 
-        Merges do not cross the pieces of GPT-2. Ctrl-C ends the training (`gsm.data.merges`).
+        Merges do not cross the pieces of GPT-2. Ctrl-C is heard after the training.
 
         Raises:
             ValueError: `vocabulary` is below 257.
         """
         require_vocabulary("bpe", vocabulary)
-        return cls(opened(description(learned(texts, vocabulary, END_OF_TEXT))))
+        return cls(opened(description(_learn(texts, vocabulary, END_OF_TEXT))))
 
     @classmethod
     def plain_bytes(cls) -> Tokenizer:
@@ -86,6 +84,11 @@ class Tokenizer:
     @classmethod
     def _of_file(cls, content: dict[str, Any], end_of_text: str | None) -> Tokenizer:
         read = opened(content)
+        if not is_byte_level(read):
+            raise ValueError(
+                "this tokenizer.json is not allowed because its pieces are no bytes, as those of SentencePiece. "
+                "Use a byte-level one, as of GPT-2, Llama 3, DeepSeek or Qwen."
+            )
         return cls(read, "file", mark_end(read, end_of_text))
 
     @classmethod
@@ -129,8 +132,6 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of some ids. Broken UTF-8 becomes U+FFFD, an end of text becomes nothing, as in `stream`."""
-        if not self.exact:
-            return self._decode_by_library(list(ids))
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 
     def stream(self) -> StreamDecoder:
@@ -147,22 +148,9 @@ class Tokenizer:
             raise ValueError(f"token id {token} is negative; only ids from 0 to {self.vocabulary - 1} spell text")
         return self._spelling[token] if token < self.vocabulary else UNKNOWN
 
-    def _decode_by_library(self, ids: list[int]) -> str:
-        assert self._bpe is not None
-        text, inside = "", []
-        for token in [*ids, None]:
-            if token is not None and 0 <= token < self.vocabulary:
-                inside.append(token)
-                continue
-            with of_library("decode these ids"):
-                text += self._bpe.decode(inside)
-            text += "" if token is None else self.token_bytes(token).decode()
-            inside = []
-        return text
-
     @cached_property
     def token_lengths_V(self) -> np.ndarray:
-        """The bytes that each id stands for by itself, int64 [V]; 0 for the end of text."""
+        """The bytes that each id stands for, int64 [V]; 0 for the end of text."""
         return np.array([len(piece) for piece in self._spelling], dtype=np.int64)
 
     def require_fit(self, vocabulary: int) -> None:
@@ -177,8 +165,7 @@ class Tokenizer:
     def _spelling(self) -> list[bytes]:
         if self._bpe is None:
             return [bytes([value]) for value in range(256)] + [b""]
-        with of_library("spell its ids"):
-            return spell(self._bpe, self.vocabulary)
+        return spell(self._bpe, self.vocabulary)
 
 
 class StreamDecoder:
@@ -187,27 +174,14 @@ class StreamDecoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._ids: list[int] = []  # for a decoder that looks at neighbours: the last decoded ids, then new ones
-        self._decoded = 0  # number of decoded ids among them
 
     def push(self, token: int) -> str:
         """Return the text that this id completes, possibly none."""
-        if self._tokenizer.exact:
-            return self._decoder.decode(self._tokenizer.token_bytes(token))
-        self._ids.append(token)
-        text = self._new_text()
-        if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""
-        self._ids, self._decoded = self._ids[self._decoded :], len(self._ids) - self._decoded
-        return text
+        return self._decoder.decode(self._tokenizer.token_bytes(token))
 
     def finish(self) -> str:
         """Return U+FFFD for an unfinished last character, else nothing."""
-        return self._decoder.decode(b"", final=True) if self._tokenizer.exact else self._new_text()
-
-    def _new_text(self) -> str:
-        before = self._tokenizer.decode(self._ids[: self._decoded])
-        return self._tokenizer.decode(self._ids)[len(before) :]
+        return self._decoder.decode(b"", final=True)
 
 
 def require_kind(kind: str | None) -> None:
@@ -225,3 +199,23 @@ def require_vocabulary(kind: str, vocabulary: int) -> None:
             f"size.vocabulary={vocabulary} is not allowed because tokenizer={kind} has 256 bytes and the end of text. "
             f"Use {SMALLEST} or more."
         )
+
+
+def _learn(texts: Iterable[str], vocabulary: int, end: str) -> str:
+    """Return the description (tokenizer.json) of a byte-level BPE of at most ``vocabulary`` ids. Id 0 is ``end``.
+
+    The longest pieces of GPT-2 are cut. No ordinary text has a piece of that length.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    bpe = tokenizers.Tokenizer(models.BPE())
+    pieces = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([pieces, pre_tokenizers.FixedLength(length=LONGEST)])
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=[end], initial_alphabet=pieces.alphabet(), show_progress=False
+    )
+    bpe.train_from_iterator(texts, trainer)
+    bpe.pre_tokenizer = pieces
+    return bpe.to_str()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,10 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from gsm.data.cache import locked, write_json
 from gsm.data.corpus import Corpus
-from gsm.data.encode import encode_pieces, id_type
-from gsm.data.ids import IdWriter, open_ids, read_index
+from gsm.data.ids import Encoded, open_ids, read_index, write_ids
+from gsm.data.reading import Piece
 from gsm.data.tokenizer import Tokenizer
 from gsm.files import read_json
-from gsm.threads import cores
 
 log = logging.getLogger(__name__)
 FORMAT = 2  # part of every key: raise it when the meaning of a cached file changes
@@ -35,7 +34,8 @@ SAMPLE = 20_000_000  # characters of the text that a tokenizer is trained on
 PASSED_OVER = 50 * SAMPLE  # characters of a large corpus that are read for the sample
 CHARACTERS = 8  # characters read for the sample for each token of a limited training: more than a token has
 SLICE = 1 << 16  # characters of a slice of the sample
-FEW = 1 << 25  # bytes: one worker encodes less text than this
+PARCEL = 1 << 19  # characters that are encoded at a time, at least, but for the last
+MOST_PIECES = 1024  # pieces that are encoded at a time
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,6 @@ def find_or_encode(
     folder: Path,
     *,
     limit: int | None = None,
-    workers: int | None = None,
 ) -> Split:
     """Return the ids of one split of the corpus ("train" or "validation").
 
@@ -125,7 +124,6 @@ def find_or_encode(
         tokenizer: encodes it.
         folder: the cache.
         limit: most ids, the first ones; None: all.
-        workers: how many encode at once; None: one for each core, or a single one if there is little text.
 
     Raises:
         OSError: the ids are not cached and the folder cannot be written.
@@ -137,7 +135,7 @@ def find_or_encode(
     if index is None:
         with locked(path):
             # Another process may have finished between the two looks, and then this one waited for nobody.
-            index = read_index(path) or _encode(corpus, split, tokenizer, path, limit, workers)
+            index = read_index(path) or _encode(corpus, split, tokenizer, path, limit)
     return Split(split, path, **{name: index[name] for name in ("tokens", "bytes", "spelled", "dtype")})
 
 
@@ -177,31 +175,48 @@ def _thinned(texts: Iterator[str], most: int, passed_over: int) -> list[str]:
     return slices
 
 
-def _encode(
-    corpus: Corpus, split: str, tokenizer: Tokenizer, path: Path, limit: int | None, workers: int | None
-) -> dict[str, Any]:
+def _encode(corpus: Corpus, split: str, tokenizer: Tokenizer, path: Path, limit: int | None) -> dict[str, Any]:
     """Write the ids and return their index."""
     started = time.perf_counter()
-    little = min(corpus.size(split) or FEW, 4 * limit if limit else FEW) < FEW
-    workers = workers or (1 if little else cores())
     log.info("Encoding the %s split of %s, once.", split, corpus.name)
-    with IdWriter(path, lengths_V=tokenizer.token_lengths_V, dtype=id_type(tokenizer), limit=limit) as writer:
-        before = writer.done.tokens
-        shown: dict[str, Any] = {"initial": before, "total": limit, "unit": "tok", "unit_scale": True, "mininterval": 1}
-        bar = tqdm(desc=f"encoding {split}", disable=None, leave=False, **shown)
-        with bar, logging_redirect_tqdm():  # log lines are written above the bar
-            pieces = islice(corpus.pieces(split), writer.done.pieces, None)
-            with closing(encode_pieces(pieces, tokenizer, workers)) as parcels:
-                for encoded in parcels:
-                    writer.write(encoded)
-                    bar.update(writer.done.tokens - bar.n)
-                    if writer.full:
-                        break
-        index = writer.finish()
+    shown: dict[str, Any] = {"total": limit, "unit": "tok", "unit_scale": True, "mininterval": 1}
+    bar = tqdm(desc=f"encoding {split}", disable=None, leave=False, **shown)
+    with bar, logging_redirect_tqdm():  # log lines are written above the bar
+        parcels = (encode_parcel(parcel, tokenizer) for parcel in _parcels(corpus.pieces(split)))
+        facts: dict[str, Any] = {"lengths_V": tokenizer.token_lengths_V, "dtype": id_type(tokenizer)}
+        index = write_ids(path, parcels, limit=limit, report=bar.update, **facts)
     seconds = time.perf_counter() - started
-    rate = (index["tokens"] - before) / max(seconds, 1e-9)
+    rate = index["tokens"] / max(seconds, 1e-9)
     log.info(f"Encoded {index['tokens']:,} tokens in {seconds:.1f} s ({rate:,.0f} a second); kept in {path}.")
     return index
+
+
+def encode_parcel(parcel: list[Piece], tokenizer: Tokenizer) -> Encoded:
+    """Return the ids of some pieces."""
+    dtype = id_type(tokenizer)
+    rows = tokenizer.encode_batch([piece.text for piece in parcel])
+    ended = [ids + [tokenizer.end_of_text] if piece.last else ids for ids, piece in zip(rows, parcel, strict=True)]
+    ids = np.concatenate([np.array(row, dtype=dtype) for row in ended])
+    lengths = [len(piece.text.encode("utf-8", errors="replace")) for piece in parcel]
+    return Encoded(ids, np.cumsum([len(row) for row in ended], dtype=np.int64), np.array(lengths, dtype=np.int64))
+
+
+def id_type(tokenizer: Tokenizer) -> str:
+    """Return the numpy type of the ids: two bytes while they fit."""
+    return "uint16" if tokenizer.vocabulary <= 1 << 16 else "uint32"
+
+
+def _parcels(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    parcel: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        parcel.append(piece)
+        size += len(piece.text)
+        if size >= PARCEL or len(parcel) == MOST_PIECES:
+            yield parcel
+            parcel, size = [], 0
+    if parcel:
+        yield parcel
 
 
 def _key(corpus: Corpus, *parts: str | int) -> str:

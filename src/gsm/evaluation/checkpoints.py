@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from gsm import paths
 from gsm.config.check import ConfigError
@@ -28,8 +27,6 @@ from gsm.data.tokenizer import Tokenizer
 from gsm.evaluation.results import Progress
 from gsm.files import read_json
 from gsm.models.base import LanguageModel
-from gsm.tables import SCREEN
-from gsm.training.callbacks.progress import clock
 from gsm.training.trainer import best_precision
 
 TRAINED = "trained"  # key of a summary of several runs after one another: the names of the runs that train
@@ -175,20 +172,6 @@ def writing(place: Path) -> Iterator[None]:
         raise ConfigError(f"{place} cannot be written ({error.strerror}). Use output= for another place.") from error
 
 
-def progress(
-    parts: Iterable[Any], count: int, note: str = "", unit: str = "sequences", patience: float = 3.0
-) -> Iterator[Any]:
-    """Yield the parts, and report progress on stderr, if it takes longer than ``patience`` seconds."""
-    start = last = time.perf_counter()
-    terminal, written = sys.stderr.isatty(), False
-    for done, part in enumerate(parts):
-        now = time.perf_counter()
-        if done and now - last > (patience if terminal or not written else 30.0):
-            left = clock((now - start) / done * (count - done))
-            line = f"{note}{done} of {count} {unit}, {left} left"
-            sys.stderr.write(f"\r{line:<{SCREEN}}" if terminal else f"{line}\n")
-            sys.stderr.flush()
-            last, written, patience = now, True, min(patience, 0.5)
-        yield part
-    if written and terminal:
-        sys.stderr.write(f"\r{'':<{SCREEN}}\r")
+def progress(parts: Iterable[Any], count: int, note: str = "", unit: str = "sequences") -> Iterable[Any]:
+    """Return the parts, with a bar of progress on stderr if they take longer than three seconds."""
+    return tqdm(parts, note, count, leave=False, unit=f" {unit}", delay=3)

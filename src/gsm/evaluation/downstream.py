@@ -86,12 +86,13 @@ class Tasks(Measure):
         """The tasks. Raises ConfigError, also for missing files."""
         with refusals("tasks"):
             chosen = [tasks.load(name) for name in (self.table.rows if self.table else self.tasks)]
-            tasks.require(chosen, self.data)
+            for task in chosen:
+                task.paths(self.data)
             return chosen
 
     @cached_property
     def questions(self) -> dict[str, Any]:
-        """The questions of every task, by its name. Raises ConfigError."""
+        """The harness's tasks of every task, by its name. Raises ConfigError."""
         from gsm.evaluation.harness import build  # imports lm_eval
 
         with refusals("tasks"):
@@ -119,11 +120,12 @@ class Tasks(Measure):
         """Score the missing samples of a task."""
         from gsm.evaluation import harness
 
-        options: dict[str, Any] = {"max_length": longest, "rows": self.batch_size, "limit": self.limit}
+        options: dict[str, Any] = {"max_length": longest, "rows": self.batch_size}
+        options["limit"] = 0 if self.data else self.limit
         options |= {"results": results, "progress": trained.progress("batches", f"{task.name}: ")}
         questions = self.questions[task.name]
         with trained.computing():
-            harness.measure(trained.model, trained.tokenizer, questions, **options)
+            harness.measure(trained.model, trained.tokenizer, task, questions, **options)
 
     def _documents(self, task: Task) -> str:
         """Return the digest of a task's local files. Raises ConfigError."""
@@ -204,7 +206,7 @@ def _questions(results: Sequence[Result], task: str, table: Published | None) ->
     """Return the score of each question of a task, the mean over these results."""
     each = []
     for result in results:
-        samples = sorted(result["tasks"][task]["samples"], key=lambda one: (one["subtask"], one["document"]))
+        samples = sorted(result["tasks"][task]["samples"], key=lambda row: (row["subtask"], row["document"]))
         each.append([sample[metric(task, result, table)] for sample in samples])
     return means(each)
 

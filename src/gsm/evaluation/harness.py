@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -95,51 +94,35 @@ class Adapter(TemplateLM):
         raise ValueError(f"generate_until is not allowed because continuations are scored alone. {ELSEWHERE}")
 
 
-@dataclass(frozen=True)
-class Questions:
-    """A task of the harness with its documents.
-
-    Attributes:
-        task: the task.
-        built: the harness's tasks, several for one with subtasks.
-        lines: by the name of each of these, the line of every document in its file; empty for documents of the hub.
-    """
-
-    task: Task
-    built: Sequence[Any]
-    lines: Mapping[str, Sequence[int]]
-
-    def subtask(self, name: str) -> str:
-        """Return the part of a group that a task of the harness is; empty where there are no parts."""
-        return name.removeprefix(self.task.harness or self.task.name).removeprefix("_") if len(self.built) > 1 else ""
-
-
-def build(task: Task, data: str = "", limit: int = 0) -> Questions:
-    """Return the questions of a task.
+def build(task: Task, data: str = "", limit: int = 0) -> list[Any]:
+    """Return the harness's tasks with their documents, several for one with subtasks.
 
     Args:
         task: the task.
         data: the folder of its files; empty: the documents of the hub.
-        limit: largest number of documents, spread evenly over the file; 0: all.
+        limit: largest number of documents of a file, spread evenly over it; 0: all.
 
     Raises:
-        ValueError, FileNotFoundError: the task or a document cannot be used; the message names it.
+        ValueError, FileNotFoundError: the task or its documents cannot be used; the message names them.
     """
     paths, name = task.paths(data), task.harness or task.name
-    parts, lines = _parts(task, paths, limit) if paths else ({}, {})
+    parts = _parts(task, paths, limit) if paths else {}
     manager = _manager(task)
     group = {"group": f"local_{name}", "task": [{"task": part, "custom_dataset": of} for part, of in parts.items()]}
     try:
-        for unknown in parts.keys() - set(manager.all_tasks):
-            raise ValueError(f"lm-evaluation-harness has no task {unknown}")
-        built = list(manager.load([group if parts else name])["tasks"].values())
+        built: list[Any] = list(manager.load([group if parts else name])["tasks"].values())
+        metrics = built[0].aggregation()
+        for local in built if parts else ():
+            for document in local.eval_docs:
+                local.construct_requests(doc=document, ctx=local.fewshot_context(document, num_fewshot=0))
     except Exception as error:  # the harness's own, of documents that a task does not fit
         raise ValueError(f"task {task.name} cannot be read: {' '.join(str(error).split())}") from error
-    for part in built:
-        _check(task, part)
-        if paths:
-            _render(part, paths["test"], lines[part.config.task])
-    return Questions(task, built, lines)
+    if built[0].OUTPUT_TYPE not in KINDS or "acc" not in metrics:
+        raise ValueError(
+            f"task {task.name} is not allowed because its table needs acc by log-likelihoods, and it has "
+            f"{', '.join(metrics)} by {built[0].OUTPUT_TYPE}. {ELSEWHERE}"
+        )
+    return built
 
 
 @lru_cache(1)
@@ -164,7 +147,8 @@ def _manager(task: Task) -> TaskManager:
 def measure(
     model: Any,
     tokenizer: Tokenizer,
-    questions: Questions,
+    task: Task,
+    built: Sequence[Any],
     *,
     max_length: int,
     rows: int = 32,
@@ -177,10 +161,11 @@ def measure(
     Args:
         model: as in ``loglikelihood.loglikelihoods``.
         tokenizer: the model's.
-        questions: from ``build``.
+        task: the task.
+        built: its tasks of the harness, from ``build``.
         max_length: largest number of tokens that the model reads; a longer context is cut on the left.
         rows: continuations at a time.
-        limit: largest number of documents of the hub, for each subtask; 0: all.
+        limit: largest number of documents, for each subtask; 0: all.
         results: keeps the scores while they are computed, and has those of an interrupted call.
         progress: passes on the batches that are still to do.
 
@@ -192,23 +177,22 @@ def measure(
     """
     results = results or Results(None, {})
     adapter = Adapter(model, tokenizer, max_length=max_length, rows=rows, progress=progress, results=results)
-    logged = run(adapter, questions.built, questions.task.shots, 0 if questions.lines else limit)
+    logged, group = run(adapter, built, task.shots, limit), task.harness or task.name
     scores, records = iter(adapter.scores), []
     for name, documents in logged.items():
         for document in documents:
             answers = [next(scores) for _ in document["arguments"]]
-            number = questions.lines[name][document["doc_id"]] if questions.lines else document["doc_id"]
             records.append(
                 {
-                    **{"document": number, "subtask": questions.subtask(name)},
+                    "document": document["doc_id"],
+                    "subtask": name.removeprefix(group).removeprefix("_") if len(built) > 1 else "",
                     "loglikelihoods": [score.loglikelihood for score in answers],
                     "greedy": [score.greedy for score in answers],
                     "cut": max(score.cut for score in answers),
                     **{metric: float(document[metric]) for metric in METRICS if metric in document["metrics"]},
                 }
             )
-    means = questions.built[0].aggregation()
-    totals: dict[str, float] = {}
+    means, totals = built[0].aggregation(), {}
     for metric in METRICS:
         if metric in records[0]:
             try:
@@ -217,7 +201,7 @@ def measure(
                 totals[metric] = math.exp(700)
     totals |= {"samples": len(records), "cut": sum(record["cut"] > 0 for record in records)}
     results.cells.clear()  # the records hold all that these were for
-    results.save(scores=totals, samples=sorted(records, key=lambda record: record["document"]))
+    results.save(scores=totals, samples=records)
     return results.content()
 
 
@@ -232,30 +216,20 @@ def run(adapter: Adapter, built: Sequence[Any], shots: int | None = None, limit:
     return evaluate(lm=adapter, task_dict={"tasks": by_name}, **options)["samples"]
 
 
-def _parts(task: Task, paths: Mapping[str, Path], limit: int) -> tuple[dict[str, Any], dict[str, list[int]]]:
-    """Return the documents of each of the harness's tasks, as it takes them, and the lines of its questions in their
-    file. Raises ValueError that names the file."""
+def _parts(task: Task, paths: Mapping[str, Path], limit: int) -> dict[str, Any]:
+    """Return the documents of each of the harness's tasks, as it takes them. Raises ValueError that names a file."""
     name = task.harness or task.name
     parts: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    lines: dict[str, list[int]] = {}
     for split in ("test", *(other for other in paths if other != "test")):
         rows = tasks.documents(paths[split])
-        count = min(limit or len(rows), len(rows)) if split == "test" else len(rows)
-        for line in (index * len(rows) // count for index in range(count)):
-            if task.subtask and task.subtask not in rows[line]:
-                raise ValueError(f"{paths[split]}, line {line + 1}: there is no field '{task.subtask}'")
-            part = f"{name}_{rows[line][task.subtask]}" if task.subtask else name
-            if split == "test":
-                lines.setdefault(part, []).append(line)
-            if part in lines:
-                parts.setdefault(part, {}).setdefault(split, []).append(rows[line])
-    for part, splits in parts.items():
-        for split, path in paths.items():
-            if len(splits.get(split, ())) < (1 if split == "test" else task.shots or 0):
-                raise ValueError(
-                    f"{path} has {len(splits.get(split, ()))} documents of {part}, but {task.shots} are shown"
-                )
-    return {part: _source(splits) for part, splits in parts.items()}, lines
+        if limit and split == "test":
+            count = min(limit, len(rows))
+            rows = [rows[index * len(rows) // count] for index in range(count)]
+        for row in rows:
+            part = f"{name}_{row[task.subtask]}" if task.subtask else name
+            if split == "test" or part in parts:
+                parts.setdefault(part, {}).setdefault(split, []).append(row)
+    return {part: _source(splits) for part, splits in parts.items()}
 
 
 def _source(rows: Mapping[str, list[dict[str, Any]]]) -> Any:
@@ -263,23 +237,3 @@ def _source(rows: Mapping[str, list[dict[str, Any]]]) -> Any:
     questions from train or validation: these are the test documents here."""
     splits = {split: datasets.Dataset.from_list(documents) for split, documents in rows.items()}
     return lambda **_: {**dict.fromkeys(("train", "validation"), splits["test"]), **splits}
-
-
-def _check(task: Task, built: Any) -> None:
-    """Raise ValueError for a task without shares of right answers by log-likelihoods."""
-    metrics = built.aggregation()
-    if built.OUTPUT_TYPE not in KINDS or "acc" not in metrics:
-        raise ValueError(
-            f"task {task.name} is not allowed because its table needs acc by log-likelihoods, and it has "
-            f"{', '.join(metrics)} by {built.OUTPUT_TYPE}. {ELSEWHERE}"
-        )
-
-
-def _render(built: Any, path: Path, lines: Sequence[int]) -> None:
-    """Make each document's texts once, before any is scored. Raises ValueError that names file and line."""
-    for line, document in zip(lines, built.eval_docs, strict=True):
-        try:
-            built.construct_requests(doc=document, ctx=built.fewshot_context(document, num_fewshot=0))
-        except Exception as error:  # a template or a function of the task may raise anything on a document
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise ValueError(f"{path}, line {line + 1} does not fit task {built.config.task}: {reason}") from error

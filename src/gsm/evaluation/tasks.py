@@ -48,7 +48,7 @@ class Task:
         """Return the local files by split, from the folder ``data``; no folder, no files: the hub has the documents.
 
         Raises:
-            ValueError, FileNotFoundError: the task has no local files, or the folder lacks them.
+            ValueError, FileNotFoundError: the task has no local files, or the folder lacks one.
         """
         if data and not self.files:
             raise ValueError(
@@ -64,18 +64,6 @@ def load(name: str) -> Task:
     return Task(name, **table.get(name, {"title": name}))
 
 
-def require(chosen: Sequence[Task], data: str) -> None:
-    """Raise FileNotFoundError that names all files that tasks lack."""
-    missing = []
-    for task in chosen:
-        try:
-            task.paths(data)
-        except FileNotFoundError as error:
-            missing.append(str(error))
-    if missing:
-        raise FileNotFoundError(f"{'; '.join(missing)}; each is a file with a JSON object a line")
-
-
 def known() -> list[str]:
     """Return the names of the tasks in our tables."""
     return sorted(yaml.safe_load(TABLE.read_text(encoding="utf-8")))
@@ -88,21 +76,14 @@ def suggestion(name: str) -> str:
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
-    """Return the documents of a file, one a line. Raises ValueError that names file and line."""
-    rows: list[dict[str, Any]] = []
-    with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as file:
-        try:
-            for line in file:
-                rows.append(json.loads(line.decode("utf-8")))
-        except (ValueError, RecursionError, lzma.LZMAError, EOFError) as error:
-            raise ValueError(f"{path}, line {len(rows) + 1}: this is no JSON: {error}") from error
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {number}: a document is an object of fields, as in {{'question': ...}}")
-        if missing := rows[0].keys() - row.keys():  # a table would fill them with None, and a template would write None
-            raise ValueError(f"{path}, line {number} lacks {', '.join(sorted(missing))}, which line 1 has")
+    """Return the documents of a file, one a line. Raises ValueError that names the file."""
+    try:
+        with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as file:
+            rows = [json.loads(line) for line in file]
+    except (ValueError, RecursionError, lzma.LZMAError, EOFError) as error:
+        raise ValueError(f"{path} is not allowed because it holds no JSON lines ({error}). Fetch it again.") from error
     if not rows:
-        raise ValueError(f"{path} holds no documents")
+        raise ValueError(f"{path} is not allowed because it holds no documents. Use one JSON object a line.")
     return rows
 
 

@@ -32,7 +32,6 @@ from gsm.config.load import (
     refusals,
 )
 from gsm.data.base import DataModule, with_defaults
-from gsm.data.loader import refuse_workers
 from gsm.data.synthetic import UNSEEN, SyntheticData
 from gsm.errors import ConfigError
 from gsm.evaluation import ngrams
@@ -141,7 +140,6 @@ def open_data(config: Mapping[str, Any]) -> DataModule:
     """Open the data of a run for training. Raises ConfigError if they are missing, damaged or too little."""
     path = config.get("start_from")
     data = instantiate_data(config["data"], weights.tokenizer(path) if path else None)
-    refuse_workers(config["data"].get("num_workers") or 0)
     with refusals("data"):
         data = with_defaults(data)
         data.prepare_data()
