@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +14,10 @@ from torch import Tensor
 
 from gsm.config.compose import compose
 from gsm.config.load import instantiate_data
-from gsm.data import reading, tokens
-from gsm.data.corpus import Corpus
+from gsm.data import reading
 from gsm.data.fineweb import FineWeb, text_data
 from gsm.data.module import TextData
 from gsm.data.reading import Damaged
-from gsm.data.tokenizer import Tokenizer
 
 NUMBERS: dict[str, Any] = {"vocabulary": 257, "context": 16, "tokenizer": "bytes"}
 
@@ -112,10 +108,6 @@ def test_what_is_held_out_is_never_trained_on(make: Callable[..., TextData]) -> 
 # Damage
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-50])
-
-
 def flip(path: Path) -> None:
     """Pages that cannot be unpacked, in the last row group: what comes before them is sound."""
     raw = bytearray(path.read_bytes())
@@ -135,19 +127,10 @@ def no_utf8(path: Path) -> None:
     pyarrow.parquet.write_table(arrow.table({"text": texts}), path)
 
 
-def renamed(path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), path)
-
-
 HARM: dict[str, tuple[Callable[[Path], Any], str]] = {  # what happens, and the words about it
-    "truncated": (cut, "is damaged or cut short"),
     "flipped": (flip, "is damaged or cut short"),
     "emptied": (lambda path: path.write_bytes(b""), "is damaged or cut short .*0 bytes"),
     "no UTF-8": (no_utf8, "is damaged or cut short .*utf-8"),
-    "without the column": (renamed, "has no column 'text' but body"),
 }
 
 
@@ -176,28 +159,3 @@ def test_trouble_of_the_system_is_not_taken_for_damage(web: Path, monkeypatch: p
     monkeypatch.setattr(reading, "documents_of", refuse)
     with pytest.raises(OSError, match="Input/output error"):
         list(FineWeb(web).documents("train"))
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_log_lines_and_bars_share_no_line_of_a_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    screen = Terminal()
-    monkeypatch.setattr("sys.stderr", screen)
-    handler, root = logging.StreamHandler(screen), logging.getLogger()
-    monkeypatch.setattr(root, "handlers", [handler])
-    caplog.set_level(logging.INFO)  # it also clears the levels that loggers have cached
-    monkeypatch.setattr(tokens.log, "disabled", False)  # as Hydra leaves it in a process that has used it
-    (tmp_path / "text").mkdir()
-    for number in range(20):
-        (tmp_path / f"text/{number}.txt").write_text("a text of a few words. " * 50)
-    text = Corpus(tmp_path / "text")
-    for split in ("train", "validation"):
-        tokens.find_or_encode(text, split, Tokenizer.plain_bytes(), tmp_path / "cache")
-    shown = [line.rpartition("\r")[2] for line in screen.getvalue().split("\n")]
-    assert "encoding train" in screen.getvalue() and "encoding validation" in screen.getvalue()
-    assert [line[:8] for line in shown if "Encod" in line] == ["Encoding", "Encoded "] * 2
