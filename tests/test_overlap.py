@@ -121,6 +121,7 @@ def test_the_table_has_a_line_for_each_length_that_the_task_fits_into():
     assert [row["length"] for row in facts["by_length"]] == [12, 24, 48], "6 are too few for two needles and questions"
     whole = facts["by_length"][1]
     assert facts["mean"] == pytest.approx(sum(whole["stages"]) / 2)
+    assert facts["chance"] == whole["chance"] and 0 < whole["chance"] < 1
     assert whole["queries"] == 2 * sum((position + 1) // RATIO > K for position in range(24))
     assert [len(line.split()) for line in table(facts)[1:]] == [4, 6] * 3
     assert facts["by_length"][0]["queries"] > 0 and model.training is False

@@ -54,10 +54,10 @@ def measure(
         lengths: in tokens; each then needs sequences.
 
     Returns:
-        ``mean`` over the stages at ``context`` (None where that is not among the lengths), and ``by_length``:
-        ``length``, counted ``queries``, ``chance`` and ``stages``, the means in order, None where no query sees more
-        than K entries; where all stages take the selection over, also ``by_construction``: true. None without any
-        overlap.
+        ``mean`` over the stages and ``chance``, both at ``context`` (None where that is not among the lengths), and
+        ``by_length``: ``length``, counted ``queries``, ``chance`` and ``stages``, the means in order, None where no
+        query sees more than K entries; where all stages take the selection over, also ``by_construction``: true. None
+        without any overlap.
     """
     rows = []
     for length in sorted(set(lengths) or {max(1, context // 4), max(1, context // 2), context, 2 * context}):
@@ -75,7 +75,13 @@ def measure(
         rows.append({"length": length, "queries": queries, "chance": chance(model, batches), "stages": means})
     whole = [value for row in rows if row["length"] == context for value in row["stages"] if value is not None]
     taken_over = {} if selects_for_itself(model) else {"by_construction": True}
-    return {"mean": sum(whole) / len(whole) if whole else None, "context": context, "by_length": rows, **taken_over}
+    return {
+        "mean": sum(whole) / len(whole) if whole else None,
+        "chance": next((row["chance"] for row in rows if row["length"] == context), None),
+        "context": context,
+        "by_length": rows,
+        **taken_over,
+    }
 
 
 def chance(model: LanguageModel, sequences: Sequence[Mapping[str, Tensor]]) -> float | None:

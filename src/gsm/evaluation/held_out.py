@@ -167,11 +167,11 @@ class HeldOut(Measure):
 
     @staticmethod
     def metrics(written: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `loss`, `perplexity`, `bits_per_byte`, `by_document`, the mean `overlap` of the stages and each
-        `overlap/<length>/<stage>`; `without/<part>`: the loss without it."""
+        """Return `loss`, `perplexity`, `bits_per_byte`, `by_document`, the mean `overlap` of the stages, its
+        `chance` and each `overlap/<length>/<stage>`; `without/<part>`: the loss without it."""
         values = {name: written["text"].get(name) for name in (*MEASURES, "by_document")}
         overlap = written.get("overlap") or {"mean": None, "by_length": []}
-        values["overlap"] = overlap["mean"]
+        values |= {"overlap": overlap["mean"], "chance": overlap.get("chance")}
         for row in overlap["by_length"]:
             values |= {f"overlap/{row['length']}/{stage}": value for stage, value in enumerate(row["stages"], 1)}
         ablated = written.get("ablated") or {}

@@ -29,6 +29,7 @@ MEANINGS = {
     "accuracy": "fraction of the held-out questions answered; higher is better",
     "bits_per_byte": "of held-out text; lower is better",
     "cache_bytes": "everything that the model remembers of a sequence; lower is better",
+    "overlap.chance": "the same of two independent selections: K / visible entries, mean over the same rows",
     "overlap.mean": "fraction of a stage's selected bank entries that its encoder layer selects too, mean over stages",
     "state_bytes": "the shared state; lower is better",
     "tokens_per_second": "of training; higher is better",
