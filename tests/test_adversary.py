@@ -120,13 +120,6 @@ def home_of(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "word", ["name='größer'", "arm=a-b.c", "name='two words'", "name=3", "logs=.", "folder=../beside"]
-)
-def test_other_names_and_places_are_as_good_as_before(word: str):
-    assert compose(["size=pico", word])
-
-
 @pytest.mark.parametrize("word", ["logs=''", "name=../../x", "folder=/", "data.path=/tmp/\udcff"])
 def test_nothing_is_written_before_a_place_was_looked_at(word: str, tmp_path: Path, processes: Any):
     """Hydra makes the folder of a run itself, before the configuration is checked as a whole."""

@@ -17,7 +17,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # read where a kernel is decorat
 
 import torch  # noqa: E402
 
-from adversary import calls, damage, inside, kills, payloads, values  # noqa: E402
+from adversary import damage, inside, kills, payloads, values  # noqa: E402
 from adversary.outcome import ENDS, FAILED, Case, Result, attempt  # noqa: E402
 from adversary.world import World  # noqa: E402
 
@@ -27,7 +27,6 @@ CLASSES: dict[str, tuple[str, float, Callable[[random.Random, World], Case]]] = 
     "damage": ("damaged checkpoints", 0.33, damage.flipped),
     "entries": ("other entries of a checkpoint", 0.14, damage.entries),
     "values": ("bad values of every key", 0.15, values.case),
-    "calls": ("hostile calls on a static memory", 0.13, calls.case),
 }
 KILLS = "kills"
 SUBJECTS = {kind: subject for kind, (subject, *_) in CLASSES.items()} | {
@@ -37,7 +36,7 @@ WORDS = {"cases", "seed", "class", "minutes", "output", "keep", "kills"}
 
 
 def main(words: list[str]) -> int:
-    """`cases=2000 seed=0 class=damage,calls minutes=60 output=FILE keep=FOLDER kills=10`; return 1 if a case failed."""
+    """`cases=2000 seed=0 class=damage minutes=60 output=FILE keep=FOLDER kills=10`; return 1 if a case failed."""
     options = dict(word.split("=", 1) for word in words)
     chosen = options.get("class", ",".join(CLASSES)).split(",")
     if options.keys() - WORDS or set(chosen) - set(CLASSES):

@@ -48,8 +48,3 @@ def resumed(config: Mapping[str, Any]) -> dict[str, Any]:
     assemble(config, start)
     assert start.checkpoint is not None, "it starts over without a word"
     return read_checkpoint(start.checkpoint)
-
-
-def first_row(memory: Any) -> int:
-    """The first token for which a memory can still give rows; what those before it would need was not computed."""
-    return memory.ledger.first_row
