@@ -321,14 +321,6 @@ def test_a_sample_holds_nothing_of_the_size_of_all_rows_times_slots():
     assert indexer_training.sample(call, count)["position_BR"].ge(0).sum() == count
 
 
-@pytest.mark.parametrize("count", [16, 1024, 4096])
-def test_long_runs_follow_whole_tiles_of_padding(count):
-    """Kernels skip whole tiles of padding; short runs follow only the padding that their windows need."""
-    call = long_call(8192)
-    before = torch.where(indexer_training.sample(call, count)["position_BR"][0, : 8192 // RUNS] < 0, 1, 0)
-    assert before.cumprod(0).sum() == (64 if count >= 1024 else call["width"] - 1)
-
-
 def test_recomputing_activations_changes_no_gradient_of_a_sample():
     grads = []
     for recompute in (False, True):

@@ -48,20 +48,6 @@ def test_without_hide_root_the_trap_is_there() -> None:
     assert _python(f"from gsm.paths import hide_root; hide_root(); {where}").strip() == ""
 
 
-def test_kernels_is_a_folder_and_not_a_package() -> None:
-    assert not (ROOT / "kernels/__init__.py").exists(), "kernels/__init__.py hides the real package: remove it"
-    loose = [path.name for path in (ROOT / "kernels").glob("*.py")]
-    assert not loose, f"kernels/ is on sys.path, so {loose} can be imported by anyone: move them into gsm_kernels"
-
-
-@pytest.mark.parametrize("spelling", ["", ".", str(ROOT), str(ROOT) + os.sep, str(ROOT / "src" / "..")])
-def test_hide_root_knows_the_root_by_every_name(monkeypatch: pytest.MonkeyPatch, spelling: str) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "path", [spelling, str(ROOT / "src"), "/elsewhere"])
-    paths.hide_root()
-    assert sys.path == [str(ROOT / "src"), "/elsewhere"]
-
-
 def test_importing_gsm_is_light() -> None:
     heavy = "{'torch', 'lightning', 'hydra', 'omegaconf', 'triton', 'transformers', 'xformers', 'numpy'}"
     assert _python(f"import sys, gsm; print(sorted({heavy} & set(sys.modules)), gsm.__version__)").startswith("[] 0.")

@@ -40,23 +40,6 @@ def test_the_user_has_the_last_word(name: str, monkeypatch: pytest.MonkeyPatch):
     assert torch.get_num_threads() == 8 and threads.why == f" ({name}=5)", "PyTorch has read it already"
 
 
-def test_no_core_is_taken_that_is_not_allowed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(threads, "others", lambda: 0.0)
-    monkeypatch.setattr(threads, "cores", lambda: 2)
-    threads.settle()
-    assert torch.get_num_threads() == 2
-
-
-def test_what_this_process_does_itself_is_not_of_others(monkeypatch: pytest.MonkeyPatch):
-    """Ten seconds in which all cores worked 30 and this process 12."""
-    monkeypatch.setattr(threads, "_begin", (100.0, 5000.0, 3.0))
-    monkeypatch.setattr(threads, "_clocks", lambda: (110.0, 5030.0, 15.0))
-    assert threads.others() == pytest.approx(1.8)
-    monkeypatch.setattr("os.getloadavg", lambda: (2.5, 0.0, 0.0))
-    monkeypatch.setattr(threads, "_clocks", lambda: (110.0, float("nan"), 15.0))
-    assert threads.others() == 2.5, "elsewhere than on Linux"
-
-
 def test_what_is_computed_does_not_depend_on_the_number_of_threads():
     """Or a run that is gone on with under another load would be another run."""
     layer, x = nn.Linear(256, 768), torch.randn(512, 256)
