@@ -12,7 +12,6 @@ from omegaconf import OmegaConf
 from small import mostly_nightly, mostly_slow
 
 import gsm
-from gsm.config import parameters
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.models.geometry import Geometry
@@ -104,24 +103,6 @@ def test_sizes_follow_the_paper_s_appendix(size):
 def test_every_size_names_every_width(size):
     written = set(OmegaConf.load(ROOT / "configs" / "size" / f"{size}.yaml")) - {"_target_", "defaults"}
     assert written == {field.name for field in fields(Geometry)}
-
-
-def test_the_table_has_the_paper_s_numbers(capsys, monkeypatch):
-    monkeypatch.setattr(parameters, "build_model", model_of)
-    with monkeypatch.context() as patch:
-        patch.setattr(parameters, "variants", lambda group: ["baseline", "gsm"])  # the largest size for these alone
-        parameters.main(["1p5b"])
-    printed = capsys.readouterr().out
-    assert "1.5 B, difference 32 M" in printed and "+31,9" in printed, printed
-
-
-def test_the_table_shows_how_every_comparator_is_matched(capsys, monkeypatch):
-    monkeypatch.setattr(parameters, "build_model", model_of)
-    parameters.main(["nano"])
-    printed = capsys.readouterr().out
-    for name in variants("model"):
-        assert f"\n{name} " in printed, f"{name} is missing in:\n{printed}"
-    assert printed.count(" heads, query rank ") == len(variants("model")) - 2, "matching is shown"
 
 
 def _geometry(size: str) -> Geometry:
