@@ -128,14 +128,6 @@ def test_the_standard_library_is_its_core_without_tests_and_installed_packages(t
     assert sorted(files["train"] + files["validation"]) == kept
 
 
-def test_bytes_that_are_no_utf8_do_not_stop_anything(tmp_path: Path) -> None:
-    (tmp_path / "latin.py").write_bytes(b"# caf\xe9\n")
-    (tmp_path / "other.py").write_bytes(b"x")
-    corpus = Corpus(tmp_path)
-    texts = [text for split in corpus.files for text in corpus.documents(split)]
-    assert "# caf\N{REPLACEMENT CHARACTER}\n" in texts
-
-
 def test_a_text_in_latin1_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Every umlaut became U+FFFD without a word."""
     (tmp_path / "a.txt").write_bytes("Zwölf größere Boxkämpfer\n".encode("latin1") * 9)

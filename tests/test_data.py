@@ -21,7 +21,7 @@ from gsm.config.load import instantiate
 from gsm.data import tokens as tokens_module
 from gsm.data.corpus import Corpus
 from gsm.data.module import TextData
-from gsm.data.packing import DOCUMENTS, TrainingOrder, training_batches, validation_batches, validation_indices
+from gsm.data.packing import DOCUMENTS, TrainingOrder, validation_batches, validation_indices
 from gsm.models.checks import IGNORED
 
 
@@ -127,17 +127,6 @@ def test_the_order_is_a_function_of_the_place_alone() -> None:
     whole = TrainingOrder(7, seed=3).indices(0, 50)
     for start, stop in ((0, 1), (5, 9), (13, 40), (49, 50), (20, 20)):
         assert TrainingOrder(7, seed=3).indices(start, stop).tolist() == whole[start:stop].tolist()
-
-
-@pytest.mark.parametrize(("world", "batch_size"), [(1, 4), (2, 2), (4, 1)])
-def test_ranks_divide_each_step_among_them(world: int, batch_size: int) -> None:
-    order = TrainingOrder(11, seed=0)
-    by_rank = [
-        list(training_batches(order, start=8, batches=5, batch_size=batch_size, rank=rank, world=world))
-        for rank in range(world)
-    ]
-    steps = [np.concatenate(step).tolist() for step in zip(*by_rank, strict=True)]
-    assert steps == order.indices(8, 28).reshape(5, 4).tolist()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -58,12 +58,6 @@ def test_another_file_may_be_held_out_and_some_taken(folder: Path) -> None:
     assert list(corpus.documents("validation")) == texts(*range(10, 20))
 
 
-def test_a_single_file_is_divided_by_document(folder: Path) -> None:
-    corpus = FineWeb(folder / "000_00000.parquet", validation_share=0.3)
-    found = [list(corpus.documents(split)) for split in ("train", "validation")]
-    assert sorted(found[0] + found[1]) == sorted(texts(*range(10))) and all(found)
-
-
 def test_the_yaml_takes_a_folder_and_a_number_of_tokens(folder: Path, tmp_path: Path) -> None:
     chosen = ["data.tokenizer=bytes", f"data.path={folder}", f"data.cache_dir={tmp_path / 'cache'}", "size.context=16"]
     limits = ["data.max_tokens=500", "data.max_validation_tokens=200"]
@@ -71,13 +65,6 @@ def test_the_yaml_takes_a_folder_and_a_number_of_tokens(folder: Path, tmp_path: 
     described = data.description()
     assert (described["corpus"], described["train_tokens"], described["validation_tokens"]) == ("fineweb", 500, 200)
     assert bytes(data.train_set.ids[:50].astype("uint8").tolist()) == texts(0)[0].encode()[:50]
-
-
-def test_pages_that_change_change_the_digest(folder: Path) -> None:
-    before = FineWeb(folder).digest
-    assert FineWeb(folder).digest == before
-    parquet.write_table(arrow.Table.from_pylist([page(99)]), folder / "000_00000.parquet")
-    assert FineWeb(folder).digest != before
 
 
 def test_the_hub_is_asked_once_and_its_addresses_kept(

@@ -40,11 +40,6 @@ def test_parquet_holds_many_documents(tmp_path: Path) -> None:
     assert [piece.text for piece in read_pieces(path)] == STORIES
 
 
-def test_the_text_may_stand_in_another_field(tmp_path: Path) -> None:
-    path = pack(tmp_path / "a.jsonl", json_lines(STORIES, "body"))
-    assert [piece.text for piece in read_pieces(path, "body")] == STORIES
-
-
 def test_a_large_text_is_read_in_pieces_that_end_with_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "WHOLE", 50)
     whole = "".join(STORIES)
