@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from gsm_kernels import inverse
-from gsm_kernels.testing import relative_error
 
 CHANNELS, ANGLES = 128, 16
 WIDTH, PICKS, RATIO, STATE = 128, 128, 2, 256
@@ -354,8 +353,15 @@ def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     if [x.shape for x in found] != [x.shape for x in expected]:
         return math.inf
     pairs = zip(found, expected, strict=True)
-    errors = [relative_error(x, y) if y.is_floating_point() else _other_slots(x, y) for x, y in pairs]
+    errors = [_relative_error(x, y) if y.is_floating_point() else _other_slots(x, y) for x, y in pairs]
     return max((math.inf if math.isnan(error) else error for error in errors), default=0.0)
+
+
+def _relative_error(found: Tensor, expected: Tensor) -> float:
+    """||found - expected|| / ||expected|| in float64; the absolute norm if `expected` is zero."""
+    found, expected = found.to(torch.float64), expected.to(torch.float64)
+    size = torch.linalg.vector_norm(expected).item()
+    return torch.linalg.vector_norm(found - expected).item() / (size or 1.0)
 
 
 def _other_slots(found_BRK: Tensor, expected_BRK: Tensor) -> float:

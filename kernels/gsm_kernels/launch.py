@@ -161,6 +161,11 @@ def launching(instead: Launcher) -> Iterator[None]:
             _instead[thread] = before
 
 
+def building() -> bool:
+    """Return whether this thread is inside `launching`."""
+    return _hook() is not None
+
+
 def _hook() -> Launcher | None:
     """Return the function that this thread calls in place of a launch, or None.
 
@@ -169,10 +174,20 @@ def _hook() -> Launcher | None:
     return _instead.get(threading.get_ident()) if _instead else None
 
 
-def _build(kernel: Any, _: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
+def compiled(kernel: Any, args: tuple, options: dict[str, Any]) -> Any:
+    """Return the kernel that Triton compiles for a launch, loaded: `n_regs` and `n_spills` count its registers.
+
+    Raises:
+        KernelBuildError: if it cannot be compiled, or needs more resources than the GPU has.
+    """
     with _build_errors(kernel), _device_of(args):
-        compiled = kernel.warmup(*args, grid=(1,), **options)
-        _ = compiled.run  # loads it, which fails for too much shared memory
+        built = kernel.warmup(*args, grid=(1,), **options)
+        _ = built.run  # loads it, which fails for too much shared memory
+    return built
+
+
+def _build(kernel: Any, _: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
+    compiled(kernel, args, options)
 
 
 @contextlib.contextmanager

@@ -452,6 +452,35 @@ CASES: Mapping[str, Mapping[str, Case]] = {
 }
 
 
+WHOLE = {"heads": 32, "channels": 128, "pairs": 16, "rows": 150, "entries": 500, "width": 256, "k": 129}
+TAUGHT = {"rows": 300, "entries": 420, "heads": 32, "channels": 128, "pairs": 16, "width": 128, "k": 40}
+MODELS: dict[str, list[Case]] = {  # calls of a model's sizes, which only a GPU computes in reasonable time
+    "attend": [
+        partial(attending, **{**WHOLE, "heads": heads, "channels": channels, "bias": channels == 64})
+        for heads in (32, 64)
+        for channels in (64, 128)
+    ],
+    "attend_band": [partial(band, **{**WHOLE, "heads": heads}) for heads in (32, 64)],
+    "score_slots": [
+        partial(scoring, rows=300, entries=420, heads=4, width=width, k=130, ratio=1) for width in (32, 64, 128)
+    ],
+    "indexer_kl": [
+        partial(indexer, **TAUGHT, dense=False),
+        *(partial(indexer, **{**TAUGHT, **size}) for size in ({}, {"heads": 64, "ratio": 1}, {"heads": 4})),
+    ],
+    "pool_groups": [partial(groups, tokens=4096, channels=128, ratio=ratio) for ratio in (1, 2, 4)],
+    "mhc_boundary": [
+        partial(hyper_connection, rounds=20, like_a_model=True, width=width, rows=rows)
+        for width, rows in ((2048, 300), (1024, 2100))
+    ],
+    "rms_norm": [partial(norm, *shape) for shape in ((16384, 2048), (1000, 128), (301, 1000))],
+    "swiglu": [partial(product, 16384, 2048)],
+    "linear_cross_entropy": [
+        partial(logits, rows=5000, width=256, vocabulary=vocabulary, scale=0.3) for vocabulary in (50304, 50257)
+    ],
+}
+
+
 def call_of(op: str, case: str) -> dict:
     return CASES[op][case]()
 

@@ -2,7 +2,7 @@
 
 Triton's kernels run on a GPU or in the interpreter. On a GPU the same calls also run in bfloat16, where the kernels may
 err at most 1.5 times as much as the eager path. So they may in float32, which is approximate there
-(`gsm_kernels.testing`); the interpreter's is held to its last bits.
+(`closeness`); the interpreter's is held to its last bits.
 """
 
 from __future__ import annotations
@@ -12,24 +12,20 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import closeness
 import pytest
 import torch
 from calls import cast, gradients
+from closeness import TOLERANCE, assert_close, relative_error
 from torch import Tensor
 
-from gsm_kernels import Op, launch, listening, testing, using
-from gsm_kernels.testing import TOLERANCE, assert_close, relative_error
+from gsm_kernels import Op, launch, listening, tiles, using
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def to_device(call: dict) -> dict:
     return {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in call.items()}
-
-
-def ordinary(number: int) -> int:
-    """The number, or the one above a 1 or a multiple of 16: for those, Triton compiles a kernel of their own."""
-    return number + 1 if number == 1 or number % 16 == 0 else number
 
 
 def run_by(implementation: str, op: Op) -> Callable:
@@ -89,7 +85,8 @@ def launches_of(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Lau
             seen.append(Launch(kernel.__name__, args, options))
         plain(kernel, grid, *args, **options)
 
-    monkeypatch.setattr(module, "launch", spy)
+    for place in (module, tiles):
+        monkeypatch.setattr(place, "launch", spy)
     build_ahead(module, monkeypatch)
     return seen
 
@@ -118,13 +115,19 @@ def assert_same(fast: Callable, slow: Callable, low: dict) -> dict[str, Tensor]:
     """Outputs and all gradients of `fast` equal those of `slow`, which gets the same call in float64. Returns the
     gradients, None where nothing flows."""
     expected = gradients(slow, cast(low, torch.float64))
-    judged_by_eager = any(isinstance(x, Tensor) and testing.approximate(x) for x in low.values())
+    judged_by_eager = any(isinstance(x, Tensor) and closeness.approximate(x) for x in low.values())
     eager = gradients(slow, low) if judged_by_eager else ([None] * len(expected[0]), dict.fromkeys(expected[1]))
     got = gradients(fast, low)
     by_eager = [*eager[0], *(eager[1][name] for name, grad in expected[1].items() if grad is not None)]
     for (name, out, wanted, is_gradient), other in zip(pairs(got, expected), by_eager, strict=True):
         assert_one(name, out, wanted, is_gradient, other)
     return got[1]
+
+
+def assert_near(first: tuple, second: tuple) -> None:
+    """Results of two ways agree."""
+    for name, out, wanted, is_gradient in pairs(first, second):
+        assert_one(name, out, wanted, is_gradient)
 
 
 def assert_one(name: str, out: Tensor, wanted: Tensor, is_gradient: bool, eager: Tensor | None = None) -> None:

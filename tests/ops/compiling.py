@@ -2,6 +2,7 @@
 
     python tests/ops/compiling.py 1p5b baseline       # a line of JSON for each kernel; TRITON_INTERPRET must not be set
     python tests/ops/compiling.py 1p5b gsm attend     # of these operations alone
+    python tests/ops/compiling.py steps 1p5b gsm      # what steps of training of several shapes would compile
     python tests/ops/compiling.py control             # the kernel of control.py
 
 A few layers of the model take a step of training, read a prompt and decode a token on the CPU. Where a kernel would be
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import hazards
@@ -34,6 +36,7 @@ FEW_LAYERS = (
     *("size.decoder_layers=3", "size.decoder_full=5", "size.decoder_reindex=[6]"),
 )
 TOKENS = 256
+SHAPES = ((1, 80), (2, 80), (3, 112), (7, 96))  # of steps of training: batch, tokens
 
 
 class Variant(NamedTuple):
@@ -130,8 +133,18 @@ def of_model(size: str, name: str) -> list[Variant]:
     return list(seen)
 
 
-def _train(model: LanguageModel) -> None:
-    ids_BT = torch.zeros(1, TOKENS, dtype=torch.int64)
+def of_steps(size: str, name: str) -> list[list[Variant]]:
+    """Return the variants that a step of training of each of SHAPES adds to those before it, in mixed precision."""
+    model, seen, added = build_model(name, size, [*FEW_LAYERS, "model.recompute=false"]), set[Variant](), []
+    for shape in SHAPES:
+        with torch.autocast("cpu", torch.bfloat16):
+            added.append([one for one in variants(partial(_train, model, shape)) if one not in seen])
+        seen.update(added[-1])
+    return added
+
+
+def _train(model: LanguageModel, shape: tuple[int, int] = (1, TOKENS)) -> None:
+    ids_BT = torch.zeros(shape, dtype=torch.int64)
     out = model.train()(ids_BT, documents=ids_BT, targets=ids_BT)
     torch.stack([out.loss, *out.losses.values()]).sum().backward()
 
@@ -163,6 +176,12 @@ def hazards_of(built: Any) -> dict[str, Any]:
 
 def main(size: str, name: str = "gsm", *operations: str) -> None:
     """Print a line of JSON for each variant: its kernel, its resources and hazards, or why it failed."""
+    if size == "steps":
+        with target():
+            for step, added in enumerate(of_steps(*(name, *operations))):
+                for one in added:
+                    print(json.dumps({"module": one.module, "kernel": one.kernel, "step": step, "data": one.data}))
+        return
     with target():
         chosen = of_control() if size == "control" else of_model(size, name)
         for variant in chosen:

@@ -7,12 +7,12 @@ import itertools
 import pytest
 import torch
 from calls import blocks, cast
+from closeness import assert_close, relative_error
 from oracles import naive_blocks
 
 from gsm_kernels import attend_blocks, listening, using
 from gsm_kernels.attend_blocks import fla
 from gsm_kernels.attend_blocks.inputs import Inputs
-from gsm_kernels.testing import assert_close, relative_error
 
 
 def test_what_is_gathered_and_what_is_masked():

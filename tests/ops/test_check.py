@@ -1,14 +1,15 @@
 """What the checks of Triton kernels let pass: float32 to its last bits, but of a GPU as much as its units err."""
 
 import check
+import closeness
 import pytest
 import torch
 from calls import every_call
 from check import assert_agrees, launches_of
+from closeness import APPROXIMATE, TOLERANCE, assert_close
 
-from gsm_kernels import launch, rms_norm, testing
+from gsm_kernels import launch, rms_norm
 from gsm_kernels.rms_norm import triton
-from gsm_kernels.testing import APPROXIMATE, TOLERANCE, assert_close
 
 CALL = every_call()["rms_norm"]
 
@@ -21,7 +22,7 @@ def tf32(x: torch.Tensor) -> torch.Tensor:
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """Float32 counts as a GPU's."""
-    monkeypatch.setattr(testing, "approximate", lambda x: x.dtype == torch.float32)
+    monkeypatch.setattr(closeness, "approximate", lambda x: x.dtype == torch.float32)
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_half_precision_is_judged_the_same_everywhere(on_a_gpu):
 
 
 def test_only_float32_of_a_gpu_is_approximate():
-    assert not testing.approximate(torch.ones(3))
+    assert not closeness.approximate(torch.ones(3))
     assert TOLERANCE[torch.float32].forward < APPROXIMATE.forward < TOLERANCE[torch.float16].forward
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import subprocess
@@ -16,6 +17,10 @@ import gsm_kernels
 from gsm_kernels import launch, using
 
 MOST_SHARED = 227 << 10  # bytes that a program can have
+STEP = {  # kernels of a step of training of gsm, forward and backward, by operation
+    **{"attend": 5, "index_top_k": 2, "indexer_kl": 6, "inverse_kernels": 2, "linear_cross_entropy": 1, "mhc": 4},
+    **{"pool_groups": 2, "rms_norm": 10, "swiglu": 2},
+}
 SIZES = ("nano", "tiny", "0p5b", "1p5b")  # 8b_a1p5b has the widths of 1p5b
 
 
@@ -40,6 +45,16 @@ def test_no_product_of_attention_races_with_its_operands(tmp_path):
     rows = compiled(tmp_path, "1p5b", "gsm", "attend", "index_top_k")
     assert sum(row["wgmma"] for row in rows) > 50 and sum(row["from_registers"] for row in rows) > 30
     assert not racing(rows)
+
+
+@pytest.mark.slow
+def test_a_step_of_training_compiles_few_kernels_and_other_batches_add_none(tmp_path):
+    """Shapes are multiples of 16; each doubling of the slots adds two kernels of the search, and 64 tokens or fewer two
+    of the hyper-connections."""
+    rows = compiled(tmp_path, "steps", "0p5b", "gsm")
+    first = collections.Counter(row["module"].split(".")[1] for row in rows if row["step"] == 0)
+    assert first == STEP
+    assert not [row for row in rows if row["step"]]
 
 
 @pytest.mark.slow

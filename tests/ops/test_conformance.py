@@ -17,13 +17,14 @@ from check import (
     READ,
     assert_agrees,
     assert_as_good_as_eager,
+    assert_near,
     assert_one,
     assert_same,
     in_case,
-    pairs,
     run_by,
     to_device,
 )
+from closeness import assert_close
 from oracles import ORACLES
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -34,7 +35,6 @@ from torch.utils.checkpoint import checkpoint
 import gsm_kernels
 from gsm_kernels import OPS, Op, using
 from gsm_kernels.cpu import native
-from gsm_kernels.testing import assert_close
 
 CALLS = every_call()
 CHOOSES = ("index_top_k", "candidate_pool")  # integers, which have no gradient
@@ -238,12 +238,6 @@ def test_it_compiles_into_one_graph(op, name):
     compiled = torch.compile(lambda **call: op(**call), fullgraph=True, backend="aot_eager")
     with using(name):
         assert_near(gradients(compiled, call), gradients(op, call))
-
-
-def assert_near(first: tuple, second: tuple) -> None:
-    """Results of two ways of one implementation."""
-    for name, out, wanted, is_gradient in pairs(first, second):
-        assert_one(name, out, wanted, is_gradient)
 
 
 @each_op
@@ -518,5 +512,11 @@ def test_chunks_of_rows_change_nothing(name, op, monkeypatch):
 
 @pytest.mark.gpu
 @kernels
-def test_in_bfloat16_the_kernels_err_no_more_than_eager(op):
-    assert_as_good_as_eager(op, CALLS[op.name])
+@pytest.mark.parametrize("dtype", HALF)
+def test_in_half_precision_the_kernels_err_no_more_than_eager(op, dtype):
+    for case, call in taken(op, "triton", dtype):
+        with in_case(case):
+            assert_as_good_as_eager(op, call, dtype)
+    for make in calls.MODELS.get(op.name, []):
+        with in_case(make):
+            assert_as_good_as_eager(op, make(), dtype)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from calls import cast, recurrence
+from closeness import assert_close, relative_error
 
 from gsm_kernels import delta_rule, listening, using
 from gsm_kernels.delta_rule import fla, reference
 from gsm_kernels.delta_rule.inputs import Inputs
-from gsm_kernels.testing import assert_close, relative_error
 
 KINDS = [
     {"rule": rule, "decay": decay, "by_channel": by_channel}

@@ -2,9 +2,9 @@
 
 import torch
 from calls import cast, gradients, indexer
+from closeness import assert_close
 
 from gsm_kernels import indexer_kl
-from gsm_kernels.testing import assert_close
 
 STUDENT = ("index_query_BRJI", "index_weight_BRJ", "index_key_BFI")
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from calls import attention, cast, gradients
+from closeness import assert_close
 from oracles import normal
 from torch import Tensor
 
 from gsm_kernels import attend, listening, using
 from gsm_kernels.cpu import native
-from gsm_kernels.testing import assert_close
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from calls import cast, ranges
+from closeness import assert_close
 from oracles import normal
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -11,7 +12,6 @@ from gsm_kernels import attend_range, listening, using
 from gsm_kernels.attend_range.inputs import Inputs
 from gsm_kernels.cpu import attend_range as numba
 from gsm_kernels.cpu import native
-from gsm_kernels.testing import assert_close
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from calls import gradients
+from closeness import assert_close
 from oracles import angles, normal, turned
 
 from gsm_kernels import rotate
-from gsm_kernels.testing import assert_close
 
 
 @pytest.mark.parametrize("pairs", [0, 3, 4])

@@ -18,12 +18,12 @@ import sanitizer
 import torch
 from calls import attention, cast, every_call, gradients, hyper_connection, indexer, outputs, selection
 from check import with_reference
+from closeness import TOLERANCE, relative_error
 from oracles import normal
 from torch import Tensor
 
 from gsm_kernels import OPS, Op, inverse, launch, using
 from gsm_kernels.index_top_k import triton as search
-from gsm_kernels.testing import TOLERANCE, relative_error
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402

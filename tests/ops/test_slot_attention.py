@@ -7,11 +7,11 @@ import itertools
 import pytest
 import torch
 from calls import cast, slots
+from closeness import assert_close, relative_error
 
 from gsm_kernels import listening, slot_attention, using
 from gsm_kernels.slot_attention import fla, reference
 from gsm_kernels.slot_attention.inputs import Inputs
-from gsm_kernels.testing import assert_close, relative_error
 
 
 def test_a_slot_that_is_not_written_to_stays_as_it_is():

@@ -4,10 +4,10 @@ import pytest
 import torch
 from calls import attention, band, cast
 from check import DEVICE, launches_of, to_device, with_reference, with_triton
+from closeness import TOLERANCE, assert_close, relative_error
 
 from gsm_kernels import attend, attend_band
 from gsm_kernels.attend import triton
-from gsm_kernels.testing import TOLERANCE, assert_close, relative_error
 
 CASES = {
     "one row": dict(rows=1, batch=1),

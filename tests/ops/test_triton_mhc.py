@@ -1,32 +1,19 @@
 """The hyper-connections' kernels: numbers of streams, ragged sizes, rounds, strides, and on a GPU the largest size."""
 
-import random
-from collections.abc import Iterator
-
 import pytest
 import torch
 from calls import cast, gradients, hyper_connection
 from check import (
     assert_agrees,
-    assert_as_good_as_eager,
     launches_of,
     to_device,
     with_reference,
     with_triton,
 )
+from closeness import TOLERANCE, assert_close
 
 from gsm_kernels import mhc_boundary, using
 from gsm_kernels.mhc import triton
-from gsm_kernels.testing import TOLERANCE, assert_close
-
-SIZES = [  # a tile has 16 tokens forward, 8 and 16 back
-    {"streams": 1, "width": 16},
-    {"streams": 2, "width": 48, "batch": 1, "rows": 17},
-    {"streams": 4, "width": 160, "batch": 1, "rows": 9},
-    {"streams": 8, "width": 24, "batch": 1, "rows": 3},
-    {"width": 32, "batch": 1, "rows": 1},
-    {"rows": 0},
-]
 
 
 def call_of(rounds=2, **sizes) -> dict:
@@ -80,40 +67,6 @@ def test_an_update_in_half_precision_joins_streams_in_float32():
         assert_close(got, wanted)
     for name, wanted in expected_grads.items():
         assert_close(grads[name], wanted, name=f"gradient of {name}", gradient=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("sizes", [*SIZES, {"width": 2048, "rows": 300}, {"width": 1024, "rows": 2100}], ids=str)
-def test_in_low_precision_they_err_no_more_than_eager(sizes, dtype):
-    assert_as_good_as_eager(mhc_boundary, call_of(20, **sizes), dtype)
-
-
-MIXED = [  # streams, rounds, widths and a step of the rows; tiles of at most 256 columns are compiled for
-    (1, 20, range(257, 640, 2), 1),
-    (2, 1, range(33, 64, 2), 1),
-    (4, 2, range(3, 16, 2), 1),
-    (4, 20, range(80, 129, 16), 1),
-    (4, 20, range(129, 640, 2), 1),
-    (4, 20, range(272, 2049, 16), 8),  # as in training
-    (8, 1, range(48, 65, 16), 1),
-]
-
-
-def random_calls() -> Iterator[dict]:
-    """Within a line, widths are multiples of 16 or none is, and so are tokens, twice the rows: there is one kernel."""
-    draw = random.Random(0)
-    for streams, rounds, widths, step in MIXED:
-        for seed in range(35):
-            rows = step * draw.randint(1, 70 // step)
-            rows += step == 1 and rows % 8 == 0
-            yield call_of(rounds, streams=streams, width=draw.choice(widths), rows=rows, seed=seed)
-
-
-@pytest.mark.gpu
-def test_random_shapes():
-    for call in random_calls():
-        assert_as_good_as_eager(mhc_boundary, call)
 
 
 @pytest.mark.gpu

@@ -1,29 +1,23 @@
 """The pooling kernels: groups anywhere in their sequence, missing ones, halves of one projection."""
 
-import random
-from collections.abc import Iterator
-
 import pytest
 import torch
 from calls import gradients
 from calls import groups as packed
 from check import (
     DEVICE,
-    assert_agrees,
-    assert_as_good_as_eager,
     assert_same,
     launches_of,
-    ordinary,
     to_device,
     with_reference,
     with_triton,
 )
+from closeness import assert_close
 from oracles import normal, packed_positions
 
 from gsm.cache.slots import plan_slots
 from gsm_kernels import pool_groups, using
 from gsm_kernels.pool_groups import triton
-from gsm_kernels.testing import assert_close
 
 
 def halves(op, ratio=2):
@@ -65,45 +59,6 @@ def test_one_side_may_be_frozen(frozen):
         return gradients(lambda leaf: op(**{**fixed, other: leaf}, ratio=2), {"leaf": call[other]})[1]["leaf"]
 
     assert_close(learned(with_triton(pool_groups)), learned(with_reference(pool_groups)), gradient=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("ratio", [1, 2, 4])
-def test_in_bfloat16_it_errs_no_more_than_eager(ratio):
-    assert_as_good_as_eager(pool_groups, packed(tokens=4096, channels=128, ratio=ratio))
-
-
-def scattered(batch: int, groups: int, channels: int, ratio: int, multiple: int, seed: int) -> dict:
-    """Groups with up to three tokens between them; one in ten is not there. An odd number of tokens, or a multiple."""
-    draw = torch.Generator().manual_seed(seed)
-    end = (ratio + torch.randint(0, 4, (batch, groups), generator=draw)).cumsum(1) - 1
-    tokens = int(end.max()) + 1 + seed % 5
-    tokens = max(tokens, 2) | 1 if multiple == 1 else -(-tokens // multiple) * multiple
-    end[torch.rand(end.shape, generator=draw) < 0.1] = -1
-    gate = None if ratio == 1 else 3 * normal(batch, tokens, channels, seed=seed + 1)
-    return {"value_BSC": normal(batch, tokens, channels, seed=seed), "gate_BSC": gate, "end_BF": end, "ratio": ratio}
-
-
-POOLED = [  # channels and ratio, which kernels are compiled for
-    (1, 1), (1, 2), (5, 4), (6, 2), (31, 7), (64, 16), (100, 3), (128, 1), (128, 4), (200, 2), (257, 5), (300, 16)
-]  # fmt: skip
-
-
-def random_calls() -> Iterator[dict]:
-    """Whether strides are multiples of 16 depends on the channels alone, so that there is one kernel for each of these;
-    with 128 and a ratio of 4, all sizes are, as in training."""
-    draw = random.Random(0)
-    for channels, ratio in POOLED:
-        multiple = 16 if (channels, ratio) == (128, 4) else 1
-        for seed in range(40):
-            groups = draw.randint(1, 5) * 16 if multiple == 16 else ordinary(draw.randint(1, 80))
-            yield scattered(draw.choice((1, 3, 5)), groups, channels, ratio, multiple, seed)
-
-
-@pytest.mark.gpu
-def test_random_shapes():
-    for call in random_calls():
-        assert_agrees(pool_groups, call)
 
 
 @pytest.mark.gpu

@@ -30,6 +30,7 @@ These kernels exist because no library has one entry as key and value of all hea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -40,11 +41,11 @@ from ..inverse import add_segments, inverse_index
 from ..launch import build_once, cdiv, in_float32, launch, power_of_two, unfit
 from ..register import register
 from ..rows import Rows, slices
+from ..tiles import PROCESSORS, launch_fastest
 from .inputs import LEARNED, Inputs
 
 LOG2_E = 1.4426950408889634
 PAIR_BYTES = 1 << 29  # largest buffer of the picks' contributions, in bytes
-PROCESSORS = 132  # multiprocessors of an H100
 SHARE = 32  # columns per program of `few_rows`
 
 
@@ -58,8 +59,8 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def tile(kernel: str, inputs: Inputs) -> Tile:
-    """Return the tile of a kernel for these heads, channels and dtype.
+def tiles(kernel: str, inputs: Inputs) -> list[Tile]:
+    """Return the candidates for the tile of a kernel, for these heads, channels and dtype.
 
     wgmma takes 64 rows as its left operand: queries in forward, entries in backward. An SM holds two programs of four
     warps if each uses at most 113 KB of shared memory (their threads have 255 registers), or one program of eight
@@ -69,14 +70,15 @@ def tile(kernel: str, inputs: Inputs) -> Tile:
     heads = inputs.query_BRHC.shape[2]
     padded, picks = power_of_two(heads), inputs.slots > 0
     if inputs.query_BRHC.dtype == torch.float32:
-        rows, block, warps, stages = 32, 32, 8, 1
+        rows, shapes = 32, [(32, 8, 1)]
     elif kernel == "forward":
-        rows, block, warps, stages = 64, 64, 4, 5 if picks else 4
+        rows, shapes = 64, [(64, 4, 5 if picks else 4), (32, 4, 5)]
     elif kernel == "query_gradient":
-        rows, block, warps, stages = (32, 64, 4, 5 if padded <= 32 else 3) if picks else (64, 64, 4, 3)
+        rows, shapes = (32, [(64, 4, 5 if padded <= 32 else 3)]) if picks else (64, [(64, 4, 3)])
+        shapes.append((32, 4, 3))
     else:
-        rows, block, warps, stages = 64, 64, 4, 2
-    return Tile(max(rows // padded, 1), padded, block, warps, stages)
+        rows, shapes = 64, [(64, 4, 2), (64, 4, 3)]
+    return [Tile(max(rows // padded, 1), padded, *shape) for shape in shapes]
 
 
 def refuses(inputs: Inputs) -> str | None:
@@ -163,11 +165,16 @@ def _forward(*arguments):
 
     inputs = contiguous(Inputs(*arguments))
     out_BRHC, lse_BRH = _outputs(*arguments)
-    batch, rows, cut = *inputs.query_BRHC.shape[:2], tile("forward", inputs)
-    tensors = (*_read(inputs), inputs.sink_H, out_BRHC, lse_BRH)
-    options = {**_constants(inputs), **cut._asdict()}
-    launch(forward, (batch * cdiv(rows, cut.QUERIES),), *tensors, *_sizes(inputs), **options)
+    batch, rows = inputs.query_BRHC.shape[:2]
+    arguments = (*_read(inputs), inputs.sink_H, out_BRHC, lse_BRH, *_sizes(inputs))
+    candidates, grid = tiles("forward", inputs), _grid_of_rows(batch, rows)
+    launch_fastest("attend.forward", forward, grid, arguments, candidates, **_constants(inputs))
     return out_BRHC, lse_BRH
+
+
+def _grid_of_rows(batch: int, rows: int) -> Callable[[Tile], tuple[int]]:
+    """Return the grid of a kernel whose programs take some queries each."""
+    return lambda tile: (batch * cdiv(rows, tile.QUERIES),)
 
 
 def splits(inputs: Inputs) -> int:
@@ -227,7 +234,7 @@ def _backward(grad_BRHC, out_BRHC, lse_BRH, *arguments):
 def _row_chunks(inputs: Inputs) -> list[slice]:
     """Return ranges of rows, so that the contributions of their picks take at most PAIR_BYTES."""
     batch, rows, _, channels = inputs.query_BRHC.shape
-    queries = tile("query_gradient", inputs).QUERIES
+    queries = tiles("query_gradient", inputs)[0].QUERIES
     bytes_a_row = batch * inputs.picks * channels * inputs.query_BRHC.element_size() if inputs.slots else 0
     step = max(PAIR_BYTES // bytes_a_row // queries * queries, queries) if bytes_a_row else max(rows, 1)
     return slices(rows, step)
@@ -238,21 +245,26 @@ def _query_gradient(inputs: Inputs, saved: tuple, written: tuple, rows: slice) -
     from .kernels import query_gradient
 
     batch, _, _, channels = inputs.query_BRHC.shape
-    cut, length = tile("query_gradient", inputs), rows.stop - rows.start
+    length = rows.stop - rows.start
     pair_grads = inputs.query_BRHC.new_empty(batch, length, inputs.picks if inputs.slots else 0, channels)
-    tensors = (*_read(inputs), *saved, *written, pair_grads)
-    sizes, options = (rows.start, rows.stop, *_sizes(inputs)), {**_constants(inputs), **cut._asdict()}
-    launch(query_gradient, (batch * cdiv(length, cut.QUERIES),), *tensors, *sizes, **options)
+    arguments = (*_read(inputs), *saved, *written, pair_grads, rows.start, rows.stop, *_sizes(inputs))
+    candidates, grid = tiles("query_gradient", inputs), _grid_of_rows(batch, length)
+    launch_fastest("attend.query_gradient", query_gradient, grid, arguments, candidates, **_constants(inputs))
     return pair_grads
 
 
 def _window_gradient(inputs: Inputs, query: Tensor, grad: Tensor, lse: Tensor, delta: Tensor, written: Tensor) -> None:
     from .kernels import window_gradient
 
-    (batch, entries, channels), cut = inputs.window_BEC.shape, tile("window_gradient", inputs)
+    (batch, entries, channels), heads = inputs.window_BEC.shape, query.shape[2]
     tensors = (query, grad, inputs.window_BEC, inputs.position_BR, lse, delta, written)
-    options = {"H": query.shape[2], "C": channels, **cut._asdict()}
-    launch(window_gradient, (batch * cdiv(entries, cut.BLOCK),), *tensors, *_sizes(inputs)[:4], **options)
+    arguments = (*tensors, *_sizes(inputs)[:4])
+    candidates = tiles("window_gradient", inputs)
+
+    def grid(tile: Tile) -> tuple[int]:
+        return (batch * cdiv(entries, tile.BLOCK),)
+
+    launch_fastest("attend.window_gradient", window_gradient, grid, arguments, candidates, H=heads, C=channels)
 
 
 def _add_pairs(inputs: Inputs, pair_grads: Tensor, bank_sum: Tensor, rows: slice) -> None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..device import absent, unfit_for_package
+from ..sequences import offsets
 from .inputs import Inputs
 
 SHARED = 16  # smallest number of query heads per key head; a power of two
@@ -48,15 +49,12 @@ def attend_blocks(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.attend_blocks`."""
     (batch, length), blocks = inputs.first_BR.shape, inputs.chosen_BRGN.shape[3]
     spare = (1 << (blocks - 1).bit_length()) - blocks  # backward needs a power of two of them
-    # padding becomes separate sequences, too
-    cut_BT = inputs.first_BR >= torch.arange(length, device=inputs.first_BR.device)
-    cut_BT[:, 0] = True
-    first_N = cut_BT.flatten().nonzero()[:, 0]
+    # Padding becomes separate sequences, too.
+    offsets_N = offsets(inputs.first_BR >= torch.arange(length, device=inputs.first_BR.device))
     # A row must see at least its own block, which is block 0 of a sequence of padding.
     idle_BR11 = (inputs.first_BR >= inputs.last_BR)[..., None, None]
     chosen_BRGN = F.pad(inputs.chosen_BRGN.masked_fill(idle_BR11, 0), (0, spare), value=-1)
     query, key, value, chosen = (x.flatten(0, 1)[None] for x in (*inputs[:3], chosen_BRGN))
-    offsets_N = torch.cat((first_N, first_N.new_tensor([batch * length])))
     scale = query.shape[-1] ** -0.5
     out = _kernel()(
         query,

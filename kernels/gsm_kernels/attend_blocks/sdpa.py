@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from ..attend_range.sdpa import attend_masked
 from ..device import at_least_float32, scratch_elements
 from ..rows import slices
 from ..slots import visible_blocks
@@ -43,16 +43,12 @@ def attend_blocks(inputs: Inputs) -> Tensor:
 
 
 def _attend(inputs: Inputs, part: slice) -> Tensor:
-    """Compute the rows of a slice, heads first; query heads of one key head become rows."""
+    """Compute the rows of a slice."""
     query_BRHC, (slots, groups) = inputs.query_BRHC[:, part], inputs.key_BFGC.shape[1:3]
     first_BR, last_BR, chosen_BRGN = (x[:, part] for x in (inputs.first_BR, inputs.last_BR, inputs.chosen_BRGN))
     seen_BRGF = visible_blocks(slots, first_BR, last_BR, chosen_BRGN, inputs.block)
     nothing_BRG = ~seen_BRGF.any(-1)
     seen_BRGF[..., 0] |= nothing_BRG  # otherwise an empty softmax spreads NaN through backward
-    key, value = (x.to(query_BRHC.dtype).transpose(1, 2) for x in (inputs.key_BFGC, inputs.value_BFGC))
-    query_BRGMC = query_BRHC.unflatten(2, (groups, -1))
-    shared = query_BRGMC.shape[3]
-    query, mask = query_BRGMC.transpose(1, 2).flatten(2, 3), seen_BRGF.transpose(1, 2)
-    out = scaled_dot_product_attention(query, key, value, attn_mask=mask.repeat_interleave(shared, 2))
-    out_BRGMC = out.unflatten(2, (-1, shared)).transpose(1, 2)
-    return out_BRGMC.masked_fill(nothing_BRG[..., None, None], 0).flatten(2, 3)
+    key_BFGC, value_BFGC = inputs.key_BFGC.to(query_BRHC.dtype), inputs.value_BFGC.to(query_BRHC.dtype)
+    out_BRHC = attend_masked(query_BRHC, key_BFGC, value_BFGC, seen_BRGF.transpose(1, 2))
+    return out_BRHC.unflatten(2, (groups, -1)).masked_fill(nothing_BRG[..., None, None], 0).flatten(2, 3)

@@ -57,7 +57,7 @@ def _by_rows(inputs: Inputs) -> Tensor:
     for query, first, last in zip(*(x.split(size, 1) for x in (query_BRHC, first_BR, last_BR)), strict=True):
         mask_BRF = visible(first, last, slice(0, slots))
         mask_BRF[..., 0] |= first >= last
-        parts.append(_attend(query, key_BFGC, value_BFGC, mask_BRF))
+        parts.append(attend_masked(query, key_BFGC, value_BFGC, mask_BRF[:, None]))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
@@ -70,7 +70,7 @@ def _by_blocks(inputs: Inputs) -> Tensor:
     blocks = cut(rows, slots, width)
     query = pad_rows(query_BRHC, blocks).unflatten(1, (blocks.count, -1)).flatten(0, 1)
     key, value = (window_blocks(x.flatten(2), blocks).unflatten(2, (groups, -1)) for x in (key_BFGC, value_BFGC))
-    out = _attend(query, key, value, _block_mask(first_BR, last_BR, blocks))
+    out = attend_masked(query, key, value, _block_mask(first_BR, last_BR, blocks)[:, None])
     return out.unflatten(0, (batch, -1)).flatten(1, 2)[:, :rows]
 
 
@@ -115,11 +115,11 @@ def _attend_chunk(query_BRHC: Tensor, key_BFGC: Tensor, value_BFGC: Tensor) -> T
     return torch.lerp(before, recent, share).transpose(1, 2)
 
 
-def _attend(query_BRHC: Tensor, key_BFGC: Tensor, value_BFGC: Tensor, mask_BRF: Tensor) -> Tensor:
-    """Run PyTorch's attention with a mask, heads first."""
+def attend_masked(query_BRHC: Tensor, key_BFGC: Tensor, value_BFGC: Tensor, mask_BGRF: Tensor) -> Tensor:
+    """Run PyTorch's attention with a mask, heads first; the mask may be the same for all key heads, with G = 1."""
     groups, shared = key_BFGC.shape[2], query_BRHC.shape[2] // key_BFGC.shape[2]
     key, value = key_BFGC.transpose(1, 2), value_BFGC.transpose(1, 2)
     query = query_BRHC.unflatten(2, (groups, shared)).transpose(1, 2).flatten(2, 3)
-    mask = mask_BRF if shared == 1 else mask_BRF.repeat_interleave(shared, 1)
-    out = scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None])
+    mask = mask_BGRF if shared == 1 else mask_BGRF.repeat_interleave(shared, 2)
+    out = scaled_dot_product_attention(query, key, value, attn_mask=mask)
     return out.unflatten(2, (-1, shared)).transpose(1, 2).flatten(2, 3)

@@ -10,11 +10,10 @@ import importlib
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from ..device import absent, at_least_float32, unfit_for_package
-from ..sequences import laid_end_to_end
+from ..sequences import recurrence
 from .inputs import Inputs
 
 # Without the delta rule; with it; with the delta rule and decay; with a decay of each channel.
@@ -39,24 +38,17 @@ def refuses(inputs: Inputs) -> str | None:
 
 def delta_rule(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """See `gsm_kernels.delta_rule`."""
-    query_BTHC, key_BTHC, value_BTHC, beta_BTH, _, start_BT, live_BT, state_BHCC, scale, _ = inputs
-    idle_BT1, start_BT, state_BHCC = ~live_BT[..., None], start_BT & live_BT, at_least_float32(state_BHCC)
-    call = {"q": query_BTHC, "k": key_BTHC.masked_fill(idle_BT1[..., None], 0), "v": value_BTHC}
-    if beta_BTH is not None:
-        call["beta"] = beta_BTH.to(query_BTHC.dtype)
+    idle_BT1 = ~inputs.live_BT[..., None]
+    key_BTHC = inputs.key_BTHC.masked_fill(idle_BT1[..., None], 0)
+    call = {"q": inputs.query_BTHC, "k": key_BTHC, "v": inputs.value_BTHC}
+    if inputs.beta_BTH is not None:
+        call["beta"] = inputs.beta_BTH.to(inputs.query_BTHC.dtype)
     decay = _decay(inputs)
     if decay is not None:
         call["g"] = decay.masked_fill(idle_BT1 if decay.ndim == 3 else idle_BT1[..., None], 0)
-    # The kernels for single tokens have no backward.
-    single = query_BTHC.shape[1] == 1 and not torch.is_grad_enabled()
-    family = FAMILIES[0 if beta_BTH is None else 1 if decay is None else decay.ndim - 1]
-    run = _kernel(family, "fused_recurrent" if single else "chunk")
-    if single:
-        entering_BHCC = state_BHCC.masked_fill(start_BT[..., None, None], 0)
-        out_BTHC, after_BHCC = run(**call, scale=scale, initial_state=entering_BHCC, output_final_state=True)
-    else:
-        out_BTHC, after_BHCC = laid_end_to_end(run, call, start_BT, state_BHCC, scale)
-    return out_BTHC.masked_fill(idle_BT1[..., None], 0), after_BHCC
+    family = FAMILIES[0 if inputs.beta_BTH is None else 1 if decay is None else decay.ndim - 1]
+    documents = inputs.start_BT, inputs.live_BT, inputs.state_BHCC, inputs.scale
+    return recurrence(lambda form: _kernel(family, form), call, *documents)
 
 
 def _decay(inputs: Inputs) -> Tensor | None:

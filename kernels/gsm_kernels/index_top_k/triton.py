@@ -28,6 +28,7 @@ digits of one bit.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ from ..launch import cdiv, in_float32, launch, power_of_two
 from ..register import register
 from ..rows import Rows, lines_of, row_chunks
 from ..score_slots.triton import score_listed
+from ..tiles import fastest
 from .inputs import Inputs
 
 GROUPS = 8192  # groups among which one block of threads chooses: 16 in each of its 512 threads' registers
@@ -134,22 +136,21 @@ class Search(NamedTuple):
         key = self.indexer.key_BFI
         slots, (heads, width) = key.shape[1], self.indexer.query_BRJI.shape[2:]
         best = key.new_empty((part.lines, cdiv(slots, group)), dtype=torch.float32)
-        tile = score_tile(part.rows, key.dtype)
-        row_tiles, slot_tiles = cdiv(part.rows, tile.ROWS), cdiv(slots, tile.SLOTS)
         pooled = best if member is None else member
-        launch(
-            best_of_groups,
-            (part.batches * row_tiles * slot_tiles,),
-            *(*self.indexer, self.first, self.last, pooled, best),
-            *part.place(self.first.shape[1]),
-            *(slots, best.shape[1], pooled.shape[1], row_tiles, slot_tiles, block),
-            J=heads,
-            I=width,
-            GROUP=group,
-            POOLED=member is not None,
-            WIDTH=power_of_two(width, 16),
-            **tile._asdict(),
-        )
+        tensors = (*self.indexer, self.first, self.last, pooled, best)
+        sizes = {"J": heads, "I": width, "GROUP": group, "POOLED": member is not None, "WIDTH": power_of_two(width, 16)}
+
+        def tiles(cut: Tile) -> tuple[int, int]:
+            return cdiv(part.rows, cut.ROWS), cdiv(slots, cut.SLOTS)
+
+        def run(cut: Tile) -> None:
+            counts = (slots, best.shape[1], pooled.shape[1], *tiles(cut), block)
+            grid = (part.batches * math.prod(tiles(cut)),)
+            launch(best_of_groups, grid, *tensors, *part.place(self.first.shape[1]), *counts, **sizes, **cut._asdict())
+
+        candidates = score_tiles(part.rows, key.dtype)
+        programs = part.batches * math.prod(tiles(candidates[0]))
+        run(fastest("index_top_k.best_of_groups", candidates, run, key, programs, *sizes.values()))
         return best
 
     def choose(self, best: Tensor, part: Rows, group: int, out: Tensor) -> None:
@@ -192,13 +193,16 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def score_tile(rows: int, dtype: torch.dtype) -> Tile:
-    """64 x 128 products of one head and as many sums over heads are 64 registers each in 128 threads, so that two
-    programs share a multiprocessor: one multiplies matrices while the other adds up. Few rows need small programs, of
-    which there are then enough; float32 has no matrix units to feed."""
+def score_tiles(rows: int, dtype: torch.dtype) -> list[Tile]:
+    """Return the candidates for the tile of scores.
+
+    64 x 128 products of one head and as many sums over heads are 64 registers each in 128 threads, so that two programs
+    share a multiprocessor: one multiplies matrices while the other adds up. Few rows need small programs, of which
+    there are then enough; float32 has no matrix units to feed.
+    """
     if rows <= 16:
-        return Tile(16, 128, 4, 2)
-    return Tile(32, 64, 4, 2) if dtype == torch.float32 else Tile(64, 128, 4, 3)
+        return [Tile(16, 128, 4, 2)]
+    return [Tile(32, 64, 4, 2)] if dtype == torch.float32 else [Tile(64, 128, 4, 3), Tile(64, 64, 4, 3)]
 
 
 def choice(size: int, k: int, span: int = 1) -> dict[str, int]:

@@ -40,6 +40,7 @@ from torch import Tensor
 from ..inputs import contiguous, learns
 from ..launch import build_once, cdiv, launch, power_of_two, unfit
 from ..register import register
+from ..tiles import launch_fastest
 from .inputs import LEARNED, Inputs
 
 STREAMS = (1, 2, 4, 8)
@@ -81,6 +82,14 @@ class Blocks(NamedTuple):
     precision: str
 
 
+class Cut(NamedTuple):
+    """A candidate for a kernel's tile: its columns and launch options."""
+
+    WIDTH: int
+    num_warps: int
+    num_stages: int
+
+
 def blocks(streams_BRXD: Tensor) -> Blocks:
     """Sized for four streams in 16 bits, and smaller where there are more or wider numbers."""
     streams, width = streams_BRXD.shape[2:]
@@ -114,10 +123,10 @@ def _forward(*arguments):
         _few_tokens(shares, inputs, results)
         return results
     tensors = (streams, update, _operand(phi, streams), bias, scale, left, mixed, number, inverse, coefficient)
-    columns = max(tile.width // 2, TILE)
-    sizes = {"X": count, "TOKENS": TILE, "WIDTH": columns, "PADDED": tile.padded, "PRECISION": tile.precision}
-    grid = (cdiv(tokens, TILE),)
-    launch(forward, grid, *tensors, tokens, width, rounds, eps, hc_eps, **sizes, num_warps=8, num_stages=5)
+    arguments = (*tensors, tokens, width, rounds, eps, hc_eps)
+    sizes = {"X": count, "TOKENS": TILE, "PADDED": tile.padded, "PRECISION": tile.precision}
+    candidates, programs = [Cut(max(tile.width // 2, TILE), 8, 5), Cut(tile.width, 8, 3)], cdiv(tokens, TILE)
+    launch_fastest("mhc.forward", forward, lambda _: (programs,), arguments, candidates, **sizes)
     return results
 
 
@@ -152,47 +161,41 @@ def _backward(left_grad, mixed_grad, number, inverse, coefficient, *arguments):
     """The gradients of the five tensors among the inputs."""
     streams, update, phi, bias, scale, rounds, _, hc_eps = contiguous(Inputs(*arguments))
     grads = (left_grad.contiguous(), mixed_grad.contiguous())
-    product, update_grad = _products(streams, update, *grads, coefficient)
+    product, update_grad = _products(streams, update, grads, coefficient)
     kept = (number, inverse, bias, scale, coefficient)
-    pull, along, bias_grad, scale_grad = _coefficient_gradients(product, *kept, streams.shape[3], rounds, hc_eps)
-    streams_grad, phi_grad = _stream_gradients(streams, *grads, _operand(phi, streams), coefficient, pull, along)
+    *pulls, bias_grad, scale_grad = _coefficient_gradients(product, kept, streams.shape[3], rounds, hc_eps)
+    streams_grad, phi_grad = _stream_gradients(streams, (*grads, _operand(phi, streams), coefficient, *pulls))
     small = (phi_grad.to(phi.dtype), bias_grad.to(bias.dtype), scale_grad.to(scale.dtype))
     return streams_grad, update_grad, *small
 
 
-def _products(
-    streams: Tensor, update: Tensor, left_grad: Tensor, mixed_grad: Tensor, coefficient: Tensor
-) -> tuple[Tensor, Tensor]:
+def _products(streams: Tensor, update: Tensor, grads: tuple[Tensor, Tensor], coefficient: Tensor):
     """By rows: the products [(X+1)(X+1), N] and the gradient of the update."""
     from .kernels import products
 
     count, width, tokens, tile = *streams.shape[2:], coefficient.shape[1], blocks(streams)
     product, update_grad = coefficient.new_empty((count + 1) ** 2, tokens), torch.empty_like(update)
-    tensors = (streams, update, left_grad, mixed_grad, coefficient, product, update_grad)
-    sizes = {"X": count, "TOKENS": TILE // 2, "WIDTH": tile.width, "LANES": min(32, tile.width)}
-    launch(products, (cdiv(tokens, TILE // 2),), *tensors, tokens, width, **sizes, num_warps=8)
+    tensors = (streams, update, *grads, coefficient, product, update_grad)
+    sizes = {"X": count, "TOKENS": TILE // 2, "LANES": min(32, tile.width)}
+    candidates = [Cut(tile.width, 8, 3), Cut(max(tile.width // 2, min(32, tile.width)), 4, 3)]
+    programs = cdiv(tokens, TILE // 2)
+    launch_fastest("mhc.products", products, lambda _: (programs,), (*tensors, tokens, width), candidates, **sizes)
     return product, update_grad
 
 
-def _coefficient_gradients(
-    product: Tensor,
-    number: Tensor,
-    inverse: Tensor,
-    bias: Tensor,
-    scale: Tensor,
-    coefficient: Tensor,
-    width: int,
-    rounds: int,
-    hc_eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pulls [N,C] and [N] on the streams, and the gradients of bias and scale."""
+def _coefficient_gradients(product: Tensor, kept: tuple[Tensor, ...], width: int, rounds: int, hc_eps: float):
+    """Return the pulls [N,C] and [N] on the streams, and the gradients of bias and scale.
+
+    `kept` are the numbers [N,C], the inverse rms [N], bias, scale and the coefficients [C,N].
+    """
     from .kernels import coefficient_gradients
 
+    number, inverse = kept[:2]
     (tokens, numbers), count = number.shape, math.isqrt(product.shape[0]) - 1
     tile = 512 // count**2  # tokens: four numbers of the mixing matrices a thread
     programs = cdiv(tokens, tile)
     pull, along, partial = torch.empty_like(number), torch.empty_like(inverse), number.new_empty(programs, 2, numbers)
-    tensors = (product, number, inverse, bias, scale, coefficient, pull, along, partial)
+    tensors = (product, *kept, pull, along, partial)
     sizes = {"X": count, "ROUNDS": rounds, "TOKENS": tile}
     launch(coefficient_gradients, (programs,), *tensors, tokens, count * width, hc_eps, **sizes, num_warps=4)
     bias_grad, by_number = partial.sum(0)
@@ -200,25 +203,23 @@ def _coefficient_gradients(
     return pull, along, bias_grad, scale_grad
 
 
-def _stream_gradients(
-    streams: Tensor,
-    left_grad: Tensor,
-    mixed_grad: Tensor,
-    phi: Tensor,
-    coefficient: Tensor,
-    pull: Tensor,
-    along: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """By columns: the gradients of the streams and of phi."""
+def _stream_gradients(streams: Tensor, others: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """By columns: the gradients of the streams and of phi.
+
+    `others` are both results' gradients, phi, the coefficients and the pulls on the streams.
+    """
     from .kernels import stream_gradients
 
+    _, _, phi, coefficient, *_ = others
     count, width, tokens, tile = *streams.shape[2:], coefficient.shape[1], blocks(streams)
     rows = max(64, cdiv(tokens, SPLITS * TILE) * TILE)
-    grid = (cdiv(width, tile.column), cdiv(tokens, rows))
-    streams_grad, partial = torch.empty_like(streams), coefficient.new_empty(grid[1], *phi.shape)
-    tensors = (streams, left_grad, mixed_grad, phi, coefficient, pull, along, streams_grad, partial)
-    sizes = {"X": count, "TOKENS": TILE, "WIDTH": tile.column, "PADDED": tile.padded, "PRECISION": tile.precision}
-    launch(stream_gradients, grid, *tensors, tokens, width, rows, **sizes, num_warps=tile.warps, num_stages=2)
+    parts = cdiv(tokens, rows)
+    streams_grad, partial = torch.empty_like(streams), coefficient.new_empty(parts, *phi.shape)
+    tensors = (streams, *others, streams_grad, partial)
+    sizes = {"X": count, "TOKENS": TILE, "PADDED": tile.padded, "PRECISION": tile.precision}
+    arguments = (*tensors, tokens, width, rows)
+    candidates, grid = [Cut(tile.column, tile.warps, stages) for stages in (2, 3)], (cdiv(width, tile.column), parts)
+    launch_fastest("mhc.stream_gradients", stream_gradients, lambda _: grid, arguments, candidates, **sizes)
     return streams_grad, partial.sum(0)
 
 

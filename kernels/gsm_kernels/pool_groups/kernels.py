@@ -38,7 +38,7 @@ def pool(value_from_NC, gate_from_NC, end_N, value_stride, gate_stride, live_NC,
     return pooled_NC, normalizer_NC
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["F", "N"])  # channels lie together, whatever the number of groups
 def forward(
     value_ptr, gate_ptr, end_ptr, out_ptr,
     value_batch, value_stride, gate_batch, gate_stride, F, N,
@@ -56,7 +56,7 @@ def forward(
     tl.store(out_ptr + to_NC, pooled_NC, mask=(group_N < N)[:, None] & (channel_C < C)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["F", "N", "S"])
 def backward(
     grad_ptr, value_ptr, gate_ptr, end_ptr, value_grad_ptr, gate_grad_ptr,
     value_batch, value_stride, gate_batch, gate_stride, F, N, S,

@@ -11,7 +11,7 @@ def inverse_norm(x, row, eps, N, D: tl.constexpr):
     return tl.rsqrt(tl.where(row < N, tl.sum(x * x, 1) / D + eps, 1.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])  # no address depends on it
 def forward(x_ptr, weight_ptr, out_ptr, eps, N, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """out = x * inverse * weight, with inverse = 1 / sqrt(mean(x^2) + eps)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -24,7 +24,7 @@ def forward(x_ptr, weight_ptr, out_ptr, eps, N, D: tl.constexpr, ROWS: tl.conste
     tl.store(out_ptr + at, x * inverse[:, None] * weight[None, :], mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def backward(
     grad_ptr, x_ptr, weight_ptr, x_grad_ptr, partial_ptr,
     eps, N,

@@ -6,7 +6,6 @@ their number, so a call of several tokens waits for it; a single token does not.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..device import absent, at_least_float32, unfit_for_package
-from ..sequences import laid_end_to_end
+from ..sequences import recurrence
 from .inputs import Inputs
 
 NARROWEST, WIDEST = 16, 256  # channels of a head, and its slots
@@ -37,22 +36,14 @@ def refuses(inputs: Inputs) -> str | None:
 
 def slot_attention(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """See `gsm_kernels.slot_attention`."""
-    query_BTHC, key_BTHC, value_BTHC, write_BTHM, log_decay_BTHM, start_BT, live_BT, state_BHMU, scale = inputs
-    idle_BT11, start_BT, state_BHMU = ~live_BT[..., None, None], start_BT & live_BT, at_least_float32(state_BHMU)
+    idle_BT11 = ~inputs.live_BT[..., None, None]
     call = {
-        **{"q": query_BTHC, "k": key_BTHC, "v": value_BTHC},
-        "s": write_BTHM.to(query_BTHC.dtype).masked_fill(idle_BT11, 0),
-        "g": at_least_float32(log_decay_BTHM).masked_fill(idle_BT11, 0),
+        **{"q": inputs.query_BTHC, "k": inputs.key_BTHC, "v": inputs.value_BTHC},
+        "s": inputs.write_BTHM.to(inputs.query_BTHC.dtype).masked_fill(idle_BT11, 0),
+        "g": at_least_float32(inputs.log_decay_BTHM).masked_fill(idle_BT11, 0),
     }
-    # A single token needs no chunks, and saves nothing for backward.
-    single = query_BTHC.shape[1] == 1 and not torch.is_grad_enabled()
-    run = functools.partial(_side_by_side, _kernel("fused_recurrent" if single else "chunk"))
-    if single:
-        entering_BHMU = state_BHMU.masked_fill(start_BT[..., None, None], 0)
-        out_BTHC, after_BHMU = run(**call, scale=scale, initial_state=entering_BHMU, output_final_state=True)
-    else:
-        out_BTHC, after_BHMU = laid_end_to_end(run, call, start_BT, state_BHMU, scale)
-    return out_BTHC.masked_fill(idle_BT11, 0), after_BHMU
+    documents = inputs.start_BT, inputs.live_BT, inputs.state_BHMU, inputs.scale
+    return recurrence(lambda form: partial(_side_by_side, _kernel(form)), call, *documents)
 
 
 def _kernel(form: str) -> Callable[..., tuple[Tensor, tuple[Tensor, Tensor]]]:

@@ -1,0 +1,167 @@
+"""The choice among a kernel's tiles, with a timer and a GPU that are not real."""
+
+import importlib
+import json
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from calls import attention, band, hyper_connection, scoring, selection
+from check import assert_agrees, assert_as_good_as_eager
+
+import gsm_kernels
+from gsm_kernels import KernelBuildError, launch, tiles
+
+LIKE: Any = SimpleNamespace(is_cuda=True, device="cuda:0", dtype=torch.bfloat16)
+MANY = tiles.PROCESSORS
+
+
+@pytest.fixture
+def timed(monkeypatch, tmp_path):
+    """The candidates that are timed, in order. A candidate is a pair: its milliseconds and the registers it spills."""
+    seen = []
+
+    def milliseconds(run):
+        run()
+        return seen[-1][0]
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(tiles, "folder", lambda: tmp_path)
+    monkeypatch.setattr(tiles, "milliseconds", milliseconds)
+    monkeypatch.setattr(tiles, "spills", lambda run: run.args[0][1])
+    monkeypatch.setattr(tiles, "_choices", {})
+    return seen
+
+
+def choose(timed, *candidates, programs=MANY, like: Any = LIKE):
+    return tiles.fastest("toy", candidates, timed.append, like, programs, 64)
+
+
+SLOW, FAST = (2.0, 0), (1.0, 0)
+
+
+def test_the_fastest_is_timed_once_and_kept_for_the_next_process(timed, tmp_path):
+    assert [choose(timed, SLOW, FAST) for _ in range(2)] == [FAST, FAST] and timed == [SLOW, FAST]
+    tiles._choices.clear()
+    assert choose(timed, SLOW, FAST) == FAST and len(timed) == 2 and len(list(tmp_path.iterdir())) == 1
+    tiles._choices.clear()
+    assert choose(timed, FAST, SLOW) == FAST and len(timed) == 4, "other candidates are timed again"
+
+
+@pytest.mark.parametrize(
+    ("candidates", "taken", "number"),
+    [
+        (((2.0, 0), (1.0, 8)), (2.0, 0), 1),
+        (((2.0, 8), (1.0, 8)), (1.0, 8), 2),
+        (((2.0, 0), (1.0, math.inf)), (2.0, 0), 1),
+        (((2.0, math.inf), (1.0, 8)), (1.0, 8), 1),
+        (((2.0, 0), (1.99, 0)), (2.0, 0), 2),
+    ],
+    ids=["spills more", "spills as much", "cannot be built", "the first cannot be built", "hardly faster"],
+)
+def test_what_is_timed_and_taken(timed, candidates, taken, number):
+    assert choose(timed, *candidates) == taken and len(timed) == number
+
+
+def test_small_calls_and_calls_without_a_gpu_take_the_first(timed, tmp_path):
+    assert choose(timed, SLOW, FAST, programs=MANY - 1) == SLOW
+    assert choose(timed, SLOW, FAST, like=torch.empty(1)) == SLOW
+    assert not timed and not list(tmp_path.iterdir())
+
+
+def test_while_kernels_are_built_or_a_graph_is_captured_nothing_is_timed(timed, monkeypatch):
+    with launch.launching(lambda *_: None):
+        assert choose(timed, SLOW, FAST) == SLOW
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert choose(timed, SLOW, FAST) == SLOW
+    assert not timed and choose(timed, SLOW, FAST) == FAST
+    with launch.launching(lambda *_: None):
+        assert choose(timed, SLOW, FAST) == FAST, "the backward is built as it will run"
+
+
+@pytest.mark.parametrize("damage", ["", "[]", '{"tile": 7, "sentence": ""}', '{"tile": "1", "sentence": ""}'])
+def test_a_damaged_file_is_written_again(timed, tmp_path, damage):
+    choose(timed, SLOW, FAST)
+    (path,) = tmp_path.iterdir()
+    path.write_text(damage)
+    tiles._choices.clear()
+    assert choose(timed, SLOW, FAST) == FAST and len(timed) == 4 and json.loads(path.read_text())["tile"] == 1
+
+
+def test_the_first_process_to_finish_decides(timed, tmp_path, monkeypatch):
+    """Ranks of one machine would compute other bits with other tiles."""
+
+    def while_another_finishes(run):
+        monkeypatch.setattr(tiles, "milliseconds", lambda run: run.args[0][0])
+        tiles.fastest("toy", (SLOW, FAST), lambda _: None, LIKE, MANY, 64)
+        tiles._choices.clear()
+        return 0.1
+
+    monkeypatch.setattr(tiles, "milliseconds", while_another_finishes)
+    assert choose(timed, SLOW, FAST) == FAST, "this process found the first faster"
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing(timed, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tiles, "folder", lambda: tmp_path / "file" / "tiles")
+    assert choose(timed, SLOW, FAST) == FAST
+
+
+def test_the_choices_are_told_with_their_times(timed, monkeypatch):
+    assert (
+        tiles.describe() == ["every kernel takes its first tile, because none can be timed without a GPU and Triton"]
+        or torch.cuda.is_available()
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tiles, "triton_version", lambda: "3.7.1")
+    assert "none is timed yet" in tiles.describe()[0]
+    choose(timed, SLOW, FAST, (1.0, 8))
+    (sentence,) = tiles.describe()
+    assert sentence.startswith("toy on a GPU, Triton 3.7.1, torch.bfloat16, (64,), [(2.0, 0), ")
+    assert sentence.endswith(": number 2 is taken, after 2.000, 1.000, inf ms")
+
+
+def test_the_registers_that_a_kernel_spills_are_counted_before_it_runs(monkeypatch):
+    def build(kernel, args, options):
+        if kernel == "broken":
+            raise KernelBuildError("too little shared memory")
+        return SimpleNamespace(n_spills=len(args))
+
+    monkeypatch.setattr(tiles, "compiled", build)
+    assert tiles.spills(lambda: launch.launch("forward", (1,), 1, 2)) == 2
+    assert tiles.spills(lambda: launch.launch("broken", (1,))) == math.inf
+
+
+SIZES = {"heads": 16, "channels": 32, "rows": 5, "entries": 90, "width": 70}
+CALLS = {
+    "attend": lambda: attention(**SIZES, k=40)[0],
+    "attend_band": lambda: band(**SIZES),
+    "score_slots": lambda: scoring(rows=3, k=70),
+    "mhc_boundary": lambda: hyper_connection(width=96, batch=1, rows=70, like_a_model=True),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_last_candidate_computes_the_same_as_the_first(name, monkeypatch):
+    """In float16, because float32 has fewer candidates."""
+    taken = []
+
+    def last(kernel, candidates, *_):
+        taken.append(len(candidates))
+        return candidates[-1]
+
+    for module in ("gsm_kernels.tiles", "gsm_kernels.score_slots.triton"):
+        monkeypatch.setattr(importlib.import_module(module), "fastest", last)
+    assert_as_good_as_eager(getattr(gsm_kernels, name), CALLS[name](), torch.float16)
+    assert taken and min(taken) > 1
+
+
+def test_the_last_candidate_of_the_search_finds_the_same_slots(monkeypatch):
+    module = importlib.import_module("gsm_kernels.index_top_k.triton")
+    monkeypatch.setattr(module, "fastest", lambda kernel, candidates, *_: candidates[-1])
+    call = selection(ratio=1, k=5, entries=80, rows=66, heads=3, batch=1)
+    assert_agrees(gsm_kernels.index_top_k, call, torch.float16)
