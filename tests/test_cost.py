@@ -88,7 +88,7 @@ def without_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     def attend_range(query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR, width=None, whole=False):
         return query_BRHC + key_BFGC.sum() + value_BFGC.sum()
 
-    def attend_blocks(query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR, chosen_BRGN, block, own=False):
+    def attend_blocks(query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR, chosen_BRGN, block):
         return query_BRHC + key_BFGC.sum() + value_BFGC.sum()
 
     def choose(query_BRHC, blocks, position_BR, block, count):

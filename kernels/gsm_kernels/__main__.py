@@ -5,12 +5,10 @@ import torch
 from . import OPS, tiles
 from .device import describe, triton_version, version
 from .dispatch import forced
-from .launch import how_to_try
 
 
 def main() -> None:
-    """Print versions, the device, one line per operation, the tiles of the kernels and their times, and, on GPUs other
-    than Hopper, how to try Triton."""
+    """Print versions, the device, one line per operation, and the tiles of the kernels with their times."""
     versions = {"torch": torch.__version__, "triton": triton_version(), "numba": version("numba")}
     print(", ".join((*(f"{name} {version or 'not installed'}" for name, version in versions.items()), describe())))
     print(f"GSM_KERNELS={forced()}\n")
@@ -19,8 +17,6 @@ def main() -> None:
     for op, implementation, reason in rows:
         print(f"{op:{first}}  {implementation:{second}}  {reason}")
     print("", *(f"tiles: {sentence}" for sentence in tiles.describe()), sep="\n")
-    if advice := how_to_try():
-        print(f"\n{advice}")
 
 
 if __name__ == "__main__":

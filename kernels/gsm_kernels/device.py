@@ -98,6 +98,14 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def no_nvidia_gpu() -> str | None:
+    """Return why kernels for NVIDIA GPUs cannot run on this machine, or None."""
+    if not torch.cuda.is_available():
+        return "runs on NVIDIA GPUs only"
+    # AMD's capability numbers look like NVIDIA's: MI300 is 9.4.
+    return "runs on NVIDIA GPUs only, and this is an AMD GPU" if torch.version.hip else None
+
+
 def absent(package: str, *modules: str, with_triton: bool = True) -> str | None:
     """Return why a package of GPU kernels cannot be used, or None. It imports these modules to find out.
 
@@ -108,10 +116,8 @@ def absent(package: str, *modules: str, with_triton: bool = True) -> str | None:
 
 @functools.cache
 def _absent(package: str, with_triton: bool, *modules: str) -> str | None:
-    if not torch.cuda.is_available():
-        return f"{package} runs on CUDA devices only"
-    if torch.version.hip:
-        return f"{package} was tested on NVIDIA GPUs only, and this is an AMD GPU"
+    if (refusal := no_nvidia_gpu()) is not None:
+        return f"{package} {refusal}"
     if with_triton and (refusal := unfenced_triton()) is not None:
         return refusal
     if importlib.util.find_spec(package) is None:
@@ -131,11 +137,6 @@ def unfit_for_package(*tensors: Tensor, waits: bool = False) -> str | None:
         return f"needs tensors on a GPU, got {tensors[0].device.type}"
     if waits and for_a_graph():
         return "waits for the device, which a CUDA graph cannot"
-    return needs_one_half_type(*tensors)
-
-
-def needs_one_half_type(*tensors: Tensor) -> str | None:
-    """Return why these cannot go to a kernel for inputs all in bfloat16 or all in float16, or None."""
     dtypes = {x.dtype for x in tensors}
     if len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float16}:
         return None

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .device import HOPPER, triton_version, unfenced_triton
+from .device import HOPPER, no_nvidia_gpu, triton_version, unfenced_triton
 from .dispatch import KernelBuildError, forced
 
 OLDEST = (8, 0)  # oldest compute capability for a forced choice: the first with bfloat16 in its matrix units
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read once, as Triton does when a kernel is decorated
 
-Launcher = Callable[[Any, tuple[int, ...], tuple, dict[str, Any]], None]
+Launcher = Callable[[Any, tuple[int, ...], tuple, dict[str, Any]], object]
 
 
 def missing() -> str | None:
@@ -37,23 +37,6 @@ def missing() -> str | None:
     if INTERPRETED:
         return None if forced() == "triton" else "Triton's interpreter runs only with GSM_KERNELS=triton"
     return _no_hopper(OLDEST if forced() == "triton" else HOPPER)
-
-
-def how_to_try() -> str | None:
-    """Return a sentence on how to try the Triton kernels on a GPU that does not choose them, or None."""
-    if missing() is None or not torch.cuda.is_available() or triton_version() is None:
-        return None
-    if torch.version.hip:
-        return "Triton kernels are for NVIDIA GPUs. On AMD GPUs PyTorch runs all operations, which is untested."
-    has = ".".join(map(str, torch.cuda.get_device_capability()))
-    if torch.cuda.get_device_capability() < OLDEST:
-        return (
-            f"Triton kernels need compute capability 8.0 or newer. This device has {has}: PyTorch runs all operations."
-        )
-    return (
-        f"Triton kernels are made for compute capability 9.0. GSM_KERNELS=triton tries them on {has}; "
-        "`python -m pytest tests/ops` checks their results."
-    )
 
 
 def unready() -> str | None:
@@ -137,7 +120,7 @@ def build_once(key: Hashable, run: Callable[[], Any]) -> None:
     """
     if INTERPRETED or _hook() is not None or torch.compiler.is_compiling() or key in _built:
         return
-    with launching(_build), torch.no_grad():
+    with launching(lambda kernel, _, args, options: compiled(kernel, args, options)), torch.no_grad():
         run()
     _built.add(key)
 
@@ -186,10 +169,6 @@ def compiled(kernel: Any, args: tuple, options: dict[str, Any]) -> Any:
     return built
 
 
-def _build(kernel: Any, _: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
-    compiled(kernel, args, options)
-
-
 @contextlib.contextmanager
 def _build_errors(kernel: Any) -> Iterator[None]:
     """Raise KernelBuildError, after which the dispatch falls back, for every error of a build.
@@ -227,16 +206,16 @@ _no_hopper._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMembe
 def _machine(oldest: tuple[int, int]) -> str | None:
     if triton_version() is None:
         return "Triton is not installed"
-    if not torch.cuda.is_available():
-        return "no CUDA device"
-    if torch.version.hip:  # AMD's capability numbers look like NVIDIA's: MI300 is 9.4
-        return "made for NVIDIA GPUs, and this is an AMD GPU"
+    if (refusal := no_nvidia_gpu()) is not None:
+        return refusal
     capability = torch.cuda.get_device_capability()
     if (refusal := unfenced_triton()) is not None:
         return refusal
-    fits = capability == HOPPER if oldest == HOPPER else capability >= oldest
+    if capability == oldest or capability >= oldest != HOPPER:
+        return None
     has, needs = (".".join(map(str, version)) for version in (capability, oldest))
-    return None if fits else f"made for compute capability {needs}, this device has {has}"
+    trial = "; GSM_KERNELS=triton tries it" if oldest == HOPPER and capability >= OLDEST else ""
+    return f"made for compute capability {needs}, this device has {has}{trial}"
 
 
 _instead: dict[int, Launcher] = {}  # by thread

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,12 +30,12 @@ from .launch import building, compiled, launch, launching
 PROCESSORS = 132  # multiprocessors of an H100
 GAIN = 0.97  # largest share of the first candidate's time that is worth another tile
 ROUNDS = 7  # timed runs of a candidate
-T = TypeVar("T")
+Tile = dict[str, int]  # options of a launch: sizes, and warps and stages
 
 
 def fastest(
-    kernel: str, candidates: Sequence[T], run: Callable[[T], None], like: Tensor, programs: int, *sizes: Hashable
-) -> T:
+    kernel: str, candidates: Sequence[Tile], run: Callable[[Tile], None], like: Tensor, programs: int, *sizes: Hashable
+) -> Tile:
     """Return the candidate for a call of `programs` programs on the device of `like`.
 
     `run` launches the kernel with a candidate; it must write the same results each time. `sizes` are the other numbers
@@ -58,12 +58,12 @@ def fastest(
 
 
 def launch_fastest(
-    name: str, kernel: Any, grid: Callable[[Any], tuple[int, ...]], args: tuple, tiles: Sequence[Any], **options: Any
+    name: str, kernel: Any, grid: Callable[[Tile], tuple[int, ...]], args: tuple, tiles: Sequence[Tile], **options: Any
 ) -> None:
-    """Launch a kernel with the fastest of its tiles, NamedTuples of its last options; `grid` follows from the tile."""
+    """Launch a kernel with the fastest of its tiles. The grid depends on the tile."""
 
-    def run(tile: Any) -> None:
-        launch(kernel, grid(tile), *args, **options, **tile._asdict())
+    def run(tile: Tile) -> None:
+        launch(kernel, grid(tile), *args, **options, **tile)
 
     run(fastest(name, tiles, run, args[0], math.prod(grid(tiles[0])), *options.values()))
 
@@ -107,7 +107,7 @@ def spills(run: Callable[[], None]) -> float:
     return max(kernel.n_spills for kernel in built)
 
 
-def _time(path: Path, call: str, candidates: Sequence[T], run: Callable[[T], None]) -> int:
+def _time(path: Path, call: str, candidates: Sequence[Tile], run: Callable[[Tile], None]) -> int:
     """Return the place of the fastest candidate, and write it to the file, unless another process has."""
     runs = [partial(run, candidate) for candidate in candidates]
     spilled = [spills(one) for one in runs]

@@ -80,8 +80,7 @@ def blocks(block=3, chosen=3, **sizes) -> dict:
     drawn = torch.where((drawn < own_BR[..., None, None]) & (normal(*drawn.shape, seed=8) > -1), drawn, -1)
     chosen_BRGN = torch.cat([own_BR[..., None, None].expand(-1, -1, groups, -1), drawn], dim=-1)
     names = ("query_BRHC", "key_BFGC", "value_BFGC", "first_BR", "last_BR")
-    own = first.shape[1] == call["key_BFGC"].shape[1]
-    return {**{name: call[name] for name in names}, "chosen_BRGN": chosen_BRGN, "block": block, "own": own}
+    return {**{name: call[name] for name in names}, "chosen_BRGN": chosen_BRGN, "block": block}
 
 
 def integral(call: dict) -> dict:

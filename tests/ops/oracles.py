@@ -179,7 +179,7 @@ def naive_range(query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR, width=None,
     return torch.stack(out).view(query_BRHC.shape)
 
 
-def naive_blocks(query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR, chosen_BRGN, block, own=False) -> Tensor:
+def naive_blocks(query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR, chosen_BRGN, block) -> Tensor:
     out, shared = [], query_BRHC.shape[2] // key_BFGC.shape[2]
     for b, r, h in itertools.product(*map(range, query_BRHC.shape[:3])):
         chosen = set(chosen_BRGN[b, r, h // shared].tolist())

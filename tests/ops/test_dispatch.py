@@ -11,6 +11,7 @@ from calls import cast, every_call
 
 import gsm_kernels
 from gsm_kernels import Impl, KernelBuildError, Op, device, launch, listening, using
+from gsm_kernels.attend_range import varlen
 from gsm_kernels.device import describe
 from gsm_kernels.dispatch import REMEMBERED
 
@@ -168,7 +169,7 @@ def test_help_shows_the_formula():
 def test_the_table_names_every_operation_and_the_machine(capsys):
     runpy.run_module("gsm_kernels", run_name="__main__")
     printed = capsys.readouterr().out
-    assert torch.__version__ in printed and describe().split(",")[0] in printed
+    assert torch.__version__ in printed and describe().split(",")[0] in printed and "\ntiles: " in printed
     for op in gsm_kernels.OPS:
         assert op.name in printed
 
@@ -185,17 +186,17 @@ def gpu(monkeypatch):
         launch._machine.cache_clear()
 
     yield of
-    launch._machine.cache_clear()
+    launch._machine.cache_clear(), varlen._missing.cache_clear()
 
 
 @pytest.mark.parametrize(
     ("capability", "runs", "tried", "advice"),
     [
         ((9, 0), "triton", "triton", None),
-        ((8, 0), "reference", "triton", "GSM_KERNELS=triton tries them"),
-        ((8, 9), "reference", "triton", "GSM_KERNELS=triton tries them"),
-        ((10, 0), "reference", "triton", "GSM_KERNELS=triton tries them"),
-        ((7, 5), "reference", "none", "need compute capability 8.0 or newer. This device has 7.5"),
+        ((8, 0), "reference", "triton", "this device has 8.0; GSM_KERNELS=triton tries it"),
+        ((8, 9), "reference", "triton", "this device has 8.9; GSM_KERNELS=triton tries it"),
+        ((10, 0), "reference", "triton", "this device has 10.0; GSM_KERNELS=triton tries it"),
+        ((7, 5), "reference", "none", None),
     ],
 )
 def test_every_gpu_is_told_what_runs_why_and_how_to_try_triton(gpu, capsys, capability, runs, tried, advice):
@@ -206,7 +207,7 @@ def test_every_gpu_is_told_what_runs_why_and_how_to_try_triton(gpu, capsys, capa
     assert f"a GPU, compute capability {has}" in printed
     assert gsm_kernels.rms_norm.explain()[0] == runs
     assert (f"made for compute capability 9.0, this device has {has}" in printed) == (runs == "reference")
-    assert advice in printed if advice else "tries them" not in printed
+    assert advice in printed if advice else "tries it" not in printed
     with using("triton"):
         assert gsm_kernels.rms_norm.explain()[0] == tried
     with using("sdpa"):
@@ -220,8 +221,8 @@ def test_a_gpu_of_amds_is_not_taken_for_a_hopper_one(gpu, capsys, monkeypatch):
     gpu((9, 0))
     runpy.run_module("gsm_kernels", run_name="__main__")
     printed = capsys.readouterr().out
-    assert "this is an AMD GPU" in printed and "On AMD GPUs PyTorch runs all operations" in printed
-    assert "trusted on NVIDIA's GPUs alone" in printed
+    assert "runs on NVIDIA GPUs only, and this is an AMD GPU" in printed and "tries it" not in printed
+    assert "torch._grouped_mm runs on NVIDIA GPUs only" in printed
     for name in ("", "triton"):
         with using(name) if name else contextlib.nullcontext():
             assert gsm_kernels.rms_norm.explain()[0] != "triton"

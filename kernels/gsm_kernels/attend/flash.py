@@ -57,20 +57,10 @@ def attend_band(inputs: Inputs) -> Tensor:
     # A row of padding becomes a sequence of its own; its output is 0, and so are its gradients.
     bounds_N = offsets(inputs.position_BR <= 0).int()
     entry = inputs.window_BEC.flatten(0, 1)[:, None]
-    out, _ = _kernel()(
-        rotate(inputs.query_BRHC, *angles).flatten(0, 1),
-        entry,
-        entry,
-        cu_seqlens_q=bounds_N,
-        cu_seqlens_k=bounds_N,
-        max_seqlen_q=rows,
-        max_seqlen_k=rows,
-        softmax_scale=channels**-0.5,
-        causal=True,
-        window_size=(inputs.width - 1, 0),
-        learnable_sink=inputs.sink_H,
-        deterministic=True,
-    )
+    sequences = {"cu_seqlens_q": bounds_N, "cu_seqlens_k": bounds_N, "max_seqlen_q": rows, "max_seqlen_k": rows}
+    options = {"softmax_scale": channels**-0.5, "causal": True, "window_size": (inputs.width - 1, 0)}
+    query = rotate(inputs.query_BRHC, *angles).flatten(0, 1)
+    out, _ = _kernel()(query, entry, entry, **sequences, **options, learnable_sink=inputs.sink_H, deterministic=True)
     out_BRHC = out.unflatten(0, (batch, rows)).masked_fill((inputs.position_BR < 0)[..., None, None], 0)
     return rotate(out_BRHC, *angles, inverse=True)
 

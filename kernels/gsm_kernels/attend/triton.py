@@ -31,7 +31,6 @@ These kernels exist because no library has one entry as key and value of all hea
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ from ..inverse import add_segments, inverse_index
 from ..launch import build_once, cdiv, in_float32, launch, power_of_two, unfit
 from ..register import register
 from ..rows import Rows, slices
-from ..tiles import PROCESSORS, launch_fastest
+from ..tiles import PROCESSORS, Tile, launch_fastest
 from .inputs import LEARNED, Inputs
 
 LOG2_E = 1.4426950408889634
@@ -49,18 +48,8 @@ PAIR_BYTES = 1 << 29  # largest buffer of the picks' contributions, in bytes
 SHARE = 32  # columns per program of `few_rows`
 
 
-class Tile(NamedTuple):
-    """Tile and launch options of a kernel: QUERIES x HEADS rows, BLOCK entries."""
-
-    QUERIES: int
-    HEADS: int
-    BLOCK: int
-    num_warps: int
-    num_stages: int
-
-
 def tiles(kernel: str, inputs: Inputs) -> list[Tile]:
-    """Return the candidates for the tile of a kernel, for these heads, channels and dtype.
+    """Return the candidates for the tile of a kernel, QUERIES x HEADS rows and BLOCK entries.
 
     wgmma takes 64 rows as its left operand: queries in forward, entries in backward. An SM holds two programs of four
     warps if each uses at most 113 KB of shared memory (their threads have 255 registers), or one program of eight
@@ -78,7 +67,8 @@ def tiles(kernel: str, inputs: Inputs) -> list[Tile]:
         shapes.append((32, 4, 3))
     else:
         rows, shapes = 64, [(64, 4, 2), (64, 4, 3)]
-    return [Tile(max(rows // padded, 1), padded, *shape) for shape in shapes]
+    names = ("QUERIES", "HEADS", "BLOCK", "num_warps", "num_stages")
+    return [dict(zip(names, (max(rows // padded, 1), padded, *shape), strict=True)) for shape in shapes]
 
 
 def refuses(inputs: Inputs) -> str | None:
@@ -174,7 +164,7 @@ def _forward(*arguments):
 
 def _grid_of_rows(batch: int, rows: int) -> Callable[[Tile], tuple[int]]:
     """Return the grid of a kernel whose programs take some queries each."""
-    return lambda tile: (batch * cdiv(rows, tile.QUERIES),)
+    return lambda tile: (batch * cdiv(rows, tile["QUERIES"]),)
 
 
 def splits(inputs: Inputs) -> int:
@@ -234,7 +224,7 @@ def _backward(grad_BRHC, out_BRHC, lse_BRH, *arguments):
 def _row_chunks(inputs: Inputs) -> list[slice]:
     """Return ranges of rows, so that the contributions of their picks take at most PAIR_BYTES."""
     batch, rows, _, channels = inputs.query_BRHC.shape
-    queries = tiles("query_gradient", inputs)[0].QUERIES
+    queries = tiles("query_gradient", inputs)[0]["QUERIES"]
     bytes_a_row = batch * inputs.picks * channels * inputs.query_BRHC.element_size() if inputs.slots else 0
     step = max(PAIR_BYTES // bytes_a_row // queries * queries, queries) if bytes_a_row else max(rows, 1)
     return slices(rows, step)
@@ -258,13 +248,9 @@ def _window_gradient(inputs: Inputs, query: Tensor, grad: Tensor, lse: Tensor, d
 
     (batch, entries, channels), heads = inputs.window_BEC.shape, query.shape[2]
     tensors = (query, grad, inputs.window_BEC, inputs.position_BR, lse, delta, written)
-    arguments = (*tensors, *_sizes(inputs)[:4])
-    candidates = tiles("window_gradient", inputs)
-
-    def grid(tile: Tile) -> tuple[int]:
-        return (batch * cdiv(entries, tile.BLOCK),)
-
-    launch_fastest("attend.window_gradient", window_gradient, grid, arguments, candidates, H=heads, C=channels)
+    candidates, grid = tiles("window_gradient", inputs), lambda tile: (batch * cdiv(entries, tile["BLOCK"]),)
+    arguments, constants = (*tensors, *_sizes(inputs)[:4]), {"H": heads, "C": channels}
+    launch_fastest("attend.window_gradient", window_gradient, grid, arguments, candidates, **constants)
 
 
 def _add_pairs(inputs: Inputs, pair_grads: Tensor, bank_sum: Tensor, rows: slice) -> None:

@@ -10,8 +10,6 @@ Args:
     first_BR, last_BR: int64, the slots [first, last) of a row's document up to its own.
     chosen_BRGN: int64, numbers of blocks in any order, none twice; -1 for none.
     block: slots of a block.
-    own: the promise that the slots belong to the rows themselves, F = R, with last = r + 1 for row r (and first = last
-        where it is padding).
 
 Returns:
     out_BRHC in the query's dtype. Computed in float32, or in float64 if that is what comes in; on a GPU, fast
@@ -25,16 +23,13 @@ Sparse Attention".
 """
 
 from ..dispatch import Impl, Op
-from . import fla, reference, sdpa
+from . import reference, sdpa
 from .inputs import Inputs, check
 
 attend_blocks = Op(
     "attend_blocks",
     reference.attend_blocks,
-    (
-        Impl("fla", fla.attend_blocks, fla.refuses, fla.missing),
-        Impl("sdpa", sdpa.attend_blocks, sdpa.refuses),
-    ),
+    (Impl("sdpa", sdpa.attend_blocks, sdpa.refuses),),
     inputs=Inputs,
     check=check,
     doc=__doc__,

@@ -19,14 +19,10 @@ class Inputs(NamedTuple):
     last_BR: Tensor
     chosen_BRGN: Tensor
     block: int
-    own: bool = False
 
 
 def check(inputs: Inputs) -> None:
-    """Raise ValueError, in one sentence, if a letter has two sizes, G does not divide H, a block has no slot, or `own`
-    is set but the numbers of rows and slots differ."""
+    """Raise ValueError, in one sentence, if a letter has two sizes, G does not divide H, or a block has no slot."""
     sizes = agree("attend_blocks", inputs)
     require_divided_heads("attend_blocks", sizes)
     require("attend_blocks", inputs.block >= 1, f"block = {inputs.block} must be at least 1")
-    fits = not inputs.own or sizes["F"] == sizes["R"]
-    require("attend_blocks", fits, f"{sizes['F']} slots cannot be those of {sizes['R']} rows")

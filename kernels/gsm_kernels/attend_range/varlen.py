@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..device import unfit_for_package
+from ..device import no_nvidia_gpu, unfit_for_package
 from ..sequences import offsets
 from .inputs import Inputs
 
@@ -26,8 +26,8 @@ def missing() -> str | None:
 
 @cache
 def _missing() -> str | None:
-    if not torch.cuda.is_available() or torch.version.hip:
-        return "runs on NVIDIA GPUs only"
+    if (refusal := no_nvidia_gpu()) is not None:
+        return refusal
     if torch.cuda.get_device_capability() < (8, 0):
         return "needs compute capability 8.0 or newer"
     try:

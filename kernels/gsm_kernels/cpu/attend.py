@@ -25,11 +25,6 @@ THREAD = 1 << 20  # multiplications that are worth a thread
 PARTS, PART = 16, 256  # parts of a backward at most, and rows that are worth one
 
 
-def attend(inputs: Inputs) -> Tensor:
-    """See `gsm_kernels.attend` and `gsm_kernels.attend_band`."""
-    return _operator(*inputs)
-
-
 class _Given(NamedTuple):
     """The first arguments of both loops, in their order."""
 
@@ -133,4 +128,4 @@ def _sum(parts: Tensor) -> Tensor:
 _operator = register("attend", _forward, backward=_backward, takes=Inputs, learned=LEARNED, on_cpu=True)
 
 for operation in (over_selection, over_band):
-    operation.add(Impl("numba", attend, unfit, missing))
+    operation.add(Impl("numba", lambda inputs: _operator(*inputs), unfit, missing))

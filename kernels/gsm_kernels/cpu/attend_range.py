@@ -37,11 +37,6 @@ def refuses(inputs: Inputs) -> str | None:
     return unfit(query, key, value)
 
 
-def attend_range(inputs: Inputs) -> Tensor:
-    """See `gsm_kernels.attend_range`."""
-    return _operator(*inputs)
-
-
 def _forward(query, key, value, first, last, width=None, whole=False) -> Tensor:
     (batch, each, heads, channels), (_, slots, groups, _) = query.shape, key.shape
     module, queries, rows = loops("attend_range"), wide(query), batch * each
@@ -68,4 +63,4 @@ def _side_by_side(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 _operator = register("attend_range", _forward, takes=Inputs, on_cpu=True)
 
-operation.add(Impl("numba", attend_range, refuses, missing, narrow=NARROW), before="sdpa")
+operation.add(Impl("numba", lambda inputs: _operator(*inputs), refuses, missing, narrow=NARROW), before="sdpa")

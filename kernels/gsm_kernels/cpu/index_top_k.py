@@ -19,16 +19,6 @@ from .native import loops, missing, places, run, unfit
 LEAST = 1 << 13  # slots that are worth a thread
 
 
-def index_top_k(inputs: Inputs) -> Tensor:
-    """See `gsm_kernels.index_top_k`."""
-    return _index_top_k(*inputs)
-
-
-def candidate_pool(inputs: Inputs) -> Tensor:
-    """See `gsm_kernels.index_top_k`."""
-    return _candidate_pool(*inputs)
-
-
 @torch.no_grad()
 def _slots(*arguments: Any) -> Tensor:
     inputs = Inputs(*arguments)
@@ -74,5 +64,5 @@ def _shape(*arguments: Any) -> Tensor:
 _index_top_k = register("index_top_k", _slots, _shape, takes=Inputs, on_cpu=True)
 _candidate_pool = register("candidate_pool", _blocks, _shape, takes=Inputs, on_cpu=True)
 
-selection.add(Impl("numba", index_top_k, unfit, missing))
-pooling.add(Impl("numba", candidate_pool, unfit, missing))
+selection.add(Impl("numba", lambda inputs: _index_top_k(*inputs), unfit, missing))
+pooling.add(Impl("numba", lambda inputs: _candidate_pool(*inputs), unfit, missing))

@@ -69,17 +69,7 @@ def _results(streams, update, phi, *_):
     return torch.empty_like(streams, memory_format=whole), mixed, number, number.new_empty(tokens)
 
 
-_operator = register(
-    "mhc_boundary",
-    _forward,
-    _results,
-    _backward,
-    learned=LEARNED,
-    takes=Inputs,
-    outputs=4,
-    results=2,
-    saved=2,
-    on_cpu=True,
-)
+RETURNS = {"takes": Inputs, "learned": LEARNED, "outputs": 4, "results": 2, "saved": 2}
+_operator = register("mhc_boundary", _forward, _results, _backward, on_cpu=True, **RETURNS)
 
 operation.add(Impl("numba", mhc_boundary, refuses, missing))

@@ -36,16 +36,8 @@ def _backward(grad_BTC: Tensor, seen_BEC: Tensor, weight: Tensor, position_BT: T
     blocks, least = -(-batch * entries // rows), LEAST // (max(channels, 1) * rows) + 1
     seen_grad_BEC, part_PWC = torch.empty_like(inputs[1]), inputs[1].new_empty(blocks, width, channels)
     sizes = rows, batch, position_BT.shape[1], entries, channels, width
-    run(
-        loops("short_convolution").backward,
-        blocks,
-        *sizes,
-        *inputs,
-        places(position_BT),
-        seen_grad_BEC,
-        part_PWC,
-        least=least,
-    )
+    tensors = (*inputs, places(position_BT), seen_grad_BEC, part_PWC)
+    run(loops("short_convolution").backward, blocks, *sizes, *tensors, least=least)
     weight_grad_CW = in_dtype(part_PWC.sum(0).T.contiguous(), weight.dtype)
     return in_dtype(seen_grad_BEC, seen_BEC.dtype), weight_grad_CW
 

@@ -11,17 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..device import HOPPER
+from ..device import HOPPER, no_nvidia_gpu
 
 ALIGNED = 8  # numbers of 2 bytes in 16 bytes
 
 
 def missing() -> str | None:
     """Why it is not for this machine."""
-    if not torch.cuda.is_available():
-        return "torch._grouped_mm is for CUDA devices"
-    if torch.version.hip:
-        return "torch._grouped_mm is trusted on NVIDIA's GPUs alone, and this is one of AMD's"
+    if (refusal := no_nvidia_gpu()) is not None:
+        return f"torch._grouped_mm {refusal}"
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) != HOPPER:
         return f"torch._grouped_mm is trusted on compute capability 9.0 alone, this is {major}.{minor}"

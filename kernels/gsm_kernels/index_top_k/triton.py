@@ -39,7 +39,7 @@ from ..launch import cdiv, in_float32, launch, power_of_two
 from ..register import register
 from ..rows import Rows, lines_of, row_chunks
 from ..score_slots.triton import score_listed
-from ..tiles import fastest
+from ..tiles import Tile, fastest
 from .inputs import Inputs
 
 GROUPS = 8192  # groups among which one block of threads chooses: 16 in each of its 512 threads' registers
@@ -141,12 +141,12 @@ class Search(NamedTuple):
         sizes = {"J": heads, "I": width, "GROUP": group, "POOLED": member is not None, "WIDTH": power_of_two(width, 16)}
 
         def tiles(cut: Tile) -> tuple[int, int]:
-            return cdiv(part.rows, cut.ROWS), cdiv(slots, cut.SLOTS)
+            return cdiv(part.rows, cut["ROWS"]), cdiv(slots, cut["SLOTS"])
 
         def run(cut: Tile) -> None:
             counts = (slots, best.shape[1], pooled.shape[1], *tiles(cut), block)
             grid = (part.batches * math.prod(tiles(cut)),)
-            launch(best_of_groups, grid, *tensors, *part.place(self.first.shape[1]), *counts, **sizes, **cut._asdict())
+            launch(best_of_groups, grid, *tensors, *part.place(self.first.shape[1]), *counts, **sizes, **cut)
 
         candidates = score_tiles(part.rows, key.dtype)
         programs = part.batches * math.prod(tiles(candidates[0]))
@@ -184,25 +184,18 @@ class Search(NamedTuple):
         launch(choose_blocks, (part.lines,), score, self.first, self.last, out, *sizes, **options)
 
 
-class Tile(NamedTuple):
-    """How scores are cut: ROWS x SLOTS of them a program."""
-
-    ROWS: int
-    SLOTS: int
-    num_warps: int
-    num_stages: int
-
-
 def score_tiles(rows: int, dtype: torch.dtype) -> list[Tile]:
-    """Return the candidates for the tile of scores.
+    """Return the candidates for a program's tile of scores, ROWS x SLOTS.
 
     64 x 128 products of one head and as many sums over heads are 64 registers each in 128 threads, so that two programs
     share a multiprocessor: one multiplies matrices while the other adds up. Few rows need small programs, of which
     there are then enough; float32 has no matrix units to feed.
     """
     if rows <= 16:
-        return [Tile(16, 128, 4, 2)]
-    return [Tile(32, 64, 4, 2)] if dtype == torch.float32 else [Tile(64, 128, 4, 3), Tile(64, 64, 4, 3)]
+        shapes = [(16, 128, 2)]
+    else:
+        shapes = [(32, 64, 2)] if dtype == torch.float32 else [(64, 128, 3), (64, 64, 3)]
+    return [{"ROWS": size, "SLOTS": slots, "num_warps": 4, "num_stages": stages} for size, slots, stages in shapes]
 
 
 def choice(size: int, k: int, span: int = 1) -> dict[str, int]:

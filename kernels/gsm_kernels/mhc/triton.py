@@ -40,7 +40,7 @@ from torch import Tensor
 from ..inputs import contiguous, learns
 from ..launch import build_once, cdiv, launch, power_of_two, unfit
 from ..register import register
-from ..tiles import launch_fastest
+from ..tiles import Tile, launch_fastest
 from .inputs import LEARNED, Inputs
 
 STREAMS = (1, 2, 4, 8)
@@ -82,12 +82,8 @@ class Blocks(NamedTuple):
     precision: str
 
 
-class Cut(NamedTuple):
-    """A candidate for a kernel's tile: its columns and launch options."""
-
-    WIDTH: int
-    num_warps: int
-    num_stages: int
+def _tile(width: int, warps: int, stages: int) -> Tile:
+    return {"WIDTH": width, "num_warps": warps, "num_stages": stages}
 
 
 def blocks(streams_BRXD: Tensor) -> Blocks:
@@ -125,7 +121,7 @@ def _forward(*arguments):
     tensors = (streams, update, _operand(phi, streams), bias, scale, left, mixed, number, inverse, coefficient)
     arguments = (*tensors, tokens, width, rounds, eps, hc_eps)
     sizes = {"X": count, "TOKENS": TILE, "PADDED": tile.padded, "PRECISION": tile.precision}
-    candidates, programs = [Cut(max(tile.width // 2, TILE), 8, 5), Cut(tile.width, 8, 3)], cdiv(tokens, TILE)
+    candidates, programs = [_tile(max(tile.width // 2, TILE), 8, 5), _tile(tile.width, 8, 3)], cdiv(tokens, TILE)
     launch_fastest("mhc.forward", forward, lambda _: (programs,), arguments, candidates, **sizes)
     return results
 
@@ -177,7 +173,7 @@ def _products(streams: Tensor, update: Tensor, grads: tuple[Tensor, Tensor], coe
     product, update_grad = coefficient.new_empty((count + 1) ** 2, tokens), torch.empty_like(update)
     tensors = (streams, update, *grads, coefficient, product, update_grad)
     sizes = {"X": count, "TOKENS": TILE // 2, "LANES": min(32, tile.width)}
-    candidates = [Cut(tile.width, 8, 3), Cut(max(tile.width // 2, min(32, tile.width)), 4, 3)]
+    candidates = [_tile(tile.width, 8, 3), _tile(max(tile.width // 2, min(32, tile.width)), 4, 3)]
     programs = cdiv(tokens, TILE // 2)
     launch_fastest("mhc.products", products, lambda _: (programs,), (*tensors, tokens, width), candidates, **sizes)
     return product, update_grad
@@ -218,7 +214,7 @@ def _stream_gradients(streams: Tensor, others: tuple[Tensor, ...]) -> tuple[Tens
     tensors = (streams, *others, streams_grad, partial)
     sizes = {"X": count, "TOKENS": TILE, "PADDED": tile.padded, "PRECISION": tile.precision}
     arguments = (*tensors, tokens, width, rows)
-    candidates, grid = [Cut(tile.column, tile.warps, stages) for stages in (2, 3)], (cdiv(width, tile.column), parts)
+    candidates, grid = [_tile(tile.column, tile.warps, stages) for stages in (2, 3)], (cdiv(width, tile.column), parts)
     launch_fastest("mhc.stream_gradients", stream_gradients, lambda _: grid, arguments, candidates, **sizes)
     return streams_grad, partial.sum(0)
 

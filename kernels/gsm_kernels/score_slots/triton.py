@@ -18,7 +18,7 @@ from ..inverse import add_segments, inverse_index
 from ..launch import build_once, cdiv, launch, power_of_two
 from ..register import register
 from ..rows import Rows, lines_of, row_chunks
-from ..tiles import fastest
+from ..tiles import Tile, fastest, launch_fastest
 from .inputs import Inputs
 
 # The gradient multiplies with a transposed left operand in registers. Compilers have got that wrong with 64 rows, which
@@ -81,13 +81,14 @@ def score_listed(indexer: Indexer, index: Tensor, part: Rows, group: int = 1) ->
 
     query, key, places = indexer.query_BRJI, indexer.key_BFI, index.shape[1] * group
     score = key.new_empty((part.lines, places), dtype=torch.float32)
+    constants, tiles = _tiles(query, 128)
 
-    def run(cut: dict[str, int]) -> None:
-        tiles = cdiv(places, cut["KS"])
-        sizes = (*part.place(query.shape[1]), key.shape[1], places, tiles)
-        launch(forward, (part.lines * tiles,), *indexer, index, score, *sizes, GROUP=group, **cut)
+    def run(tile: Tile) -> None:
+        count = cdiv(places, tile["KS"])
+        sizes = (*part.place(query.shape[1]), key.shape[1], places, count)
+        launch(forward, (part.lines * count,), *indexer, index, score, *sizes, GROUP=group, **constants, **tile)
 
-    run(fastest("score_slots.forward", _tiles(query, 128), run, query, part.lines, group, *query.shape[2:]))
+    run(fastest("score_slots.forward", tiles, run, query, part.lines, group, *constants.values()))
     return score
 
 
@@ -103,20 +104,16 @@ def add_gradients(
     pairs = indexer.key_BFI.new_empty((part.lines * places, width), dtype=torch.float32)
     tensors = (*indexer, lines_of(index_BRK, part), grad, query_grad, weight_grad, pairs)
     sizes = (*part.place(indexer.query_BRJI.shape[1]), slots, places)
-
-    def run(cut: dict[str, int]) -> None:
-        launch(backward, (part.lines,), *tensors, *sizes, **cut)
-
-    query_BRJI = indexer.query_BRJI
-    run(fastest("score_slots.backward", _tiles(query_BRJI, 64), run, query_BRJI, part.lines, *query_BRJI.shape[2:]))
+    constants, tiles = _tiles(indexer.query_BRJI, 64)
+    launch_fastest("score_slots.backward", backward, lambda _: (part.lines,), (*tensors, *sizes), tiles, **constants)
     inverse = inverse_index(index_BRK, slots, part)
     add_segments(key_grad[part.batch0 : part.batch0 + part.batches].flatten(0, 1), pairs, inverse)
 
 
-def _tiles(query: Tensor, places: int) -> list[dict[str, int]]:
-    """The candidates: four warps multiply tiles of 64 places. In float32, products are made from registers, which hold
-    fewer keys."""
+def _tiles(query: Tensor, places: int) -> tuple[Tile, list[Tile]]:
+    """Return the constants and the candidates: four warps multiply tiles of 64 places. In float32, products are made
+    from registers, which hold fewer keys."""
     heads, width = query.shape[2:]
-    padded = {"HEADS": power_of_two(heads, 16), "WIDTH": power_of_two(width, 16)}
+    constants = {"J": heads, "I": width, "HEADS": power_of_two(heads, 16), "WIDTH": power_of_two(width, 16)}
     several = (32,) if query.dtype == torch.float32 else (places, places // 2)
-    return [{"J": heads, "I": width, **padded, "KS": size, "num_warps": 4, "num_stages": 1} for size in several]
+    return constants, [{"KS": size, "num_warps": 4, "num_stages": 1} for size in several]

@@ -34,9 +34,4 @@ def check(seen_BEC: Tensor, weight: Tensor, position_BT: Tensor) -> None:
         raise ValueError(f"short_convolution: {shapes} must be [B, E, C], [C, W] and [B, T] with T <= E and W >= 1")
 
 
-short_convolution = Op(
-    "short_convolution",
-    reference.short_convolution,
-    check=check,
-    doc=__doc__,
-)
+short_convolution = Op("short_convolution", reference.short_convolution, check=check, doc=__doc__)

@@ -37,10 +37,7 @@ from .inputs import Inputs, check
 slot_attention = Op(
     "slot_attention",
     reference.slot_attention,
-    (
-        Impl("fla", fla.slot_attention, fla.refuses, fla.missing),
-        Impl("chunked", chunked.slot_attention, too_short),
-    ),
+    (Impl("fla", fla.slot_attention, fla.refuses, fla.missing), Impl("chunked", chunked.slot_attention, too_short)),
     inputs=Inputs,
     check=check,
     doc=__doc__,

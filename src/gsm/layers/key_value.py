@@ -35,9 +35,8 @@ class History:
         whole: whether each row sees every slot up to its own, or with ``width`` the last ``width`` of them.
         chosen_BRGN: int64, the blocks of the range that each row sees (None: the whole range).
         block: slots of a block.
-        own: whether the slots belong to the rows themselves, F = R, and row r sees none after slot r.
 
-    Width, whole and own are known on the host: ``gsm_kernels.attend_range`` and ``attend_blocks`` define them.
+    Width and whole are known on the host: ``gsm_kernels.attend_range`` defines them.
     """
 
     key_BFGC: Tensor
@@ -48,7 +47,6 @@ class History:
     whole: bool = False
     chosen_BRGN: Tensor | None = None
     block: int = 1
-    own: bool = False
 
     def last_rows(self, rows: int) -> History:
         """Return the history for the last ``rows`` rows."""
@@ -149,7 +147,7 @@ class RangeAttention(nn.Module):
         entries, ranges = (history.key_BFGC, history.value_BFGC), (history.first_BR, history.last_BR)
         if history.chosen_BRGN is None:
             return attend_range(query_BRHC, *entries, *ranges, history.width, history.whole)
-        return attend_blocks(query_BRHC, *entries, *ranges, history.chosen_BRGN, history.block, history.own)
+        return attend_blocks(query_BRHC, *entries, *ranges, history.chosen_BRGN, history.block)
 
     def read_cost(self, width: int, limit: int | None = None) -> LayerCost:
         """Return the cost of attention to a history with entries of this width; a row sees all or the nearest ones."""

@@ -102,9 +102,8 @@ class NSA(RangeAttention):
         x_BRD = last_rows(x_BTD, span.rows)
         query_BRHC = rotate(self.query(x_BRD)[0], *angles.last_rows(span.rows))
         chosen_BRGN = choose_blocks(query_BRHC, compressed, span.row_position_BR, self.block, self.blocks)
-        own_tokens = cache.tokens.count_B is None and span.rows == seen_BFU.shape[1]  # True in training
         history = self.key_value.history(seen_BFU, slots, span)
-        selected = replace(history, chosen_BRGN=chosen_BRGN, block=self.block, own=own_tokens)
+        selected = replace(history, chosen_BRGN=chosen_BRGN, block=self.block)
         window = self.key_value.recent(recent_BEU, self.window, span)
         gates = self.gate(x_BRD).sigmoid().unflatten(-1, (len(BRANCHES), -1, 1)).unbind(2)
         out = [
