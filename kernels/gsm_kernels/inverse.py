@@ -100,6 +100,11 @@ def keeping() -> Iterator[None]:
         _thread.keeps = before
 
 
+def forget() -> None:
+    """Clear the cache."""
+    _cache.clear()
+
+
 def _cache_of(index_BRK: Tensor) -> dict[Hashable, Inverse]:
     """Return the cached inverses of this tensor in its current version and on the current stream.
 

@@ -144,7 +144,7 @@ def test_a_selection_is_sorted_once_for_all_who_read_it(monkeypatch):
     build_ahead(score_slots_triton, monkeypatch)
     call = to_device(cast(scoring(rows=5), torch.float32))
     gradients(with_triton(score_slots), call)  # what is built ahead of it sorts, too, and nobody reads that
-    inverse._cache.clear()
+    inverse.forget()
     times = times_sorted(monkeypatch)
     for _ in range(3):
         gradients(with_triton(score_slots), call)
@@ -153,7 +153,7 @@ def test_a_selection_is_sorted_once_for_all_who_read_it(monkeypatch):
         call["index_BRK"].copy_(call["index_BRK"].flip(1))
         assert_agrees(score_slots, call)
         assert len(times) == number and len(inverse._cache[call["index_BRK"]][1]) == 1
-    inverse._cache.clear()
+    inverse.forget()
     gradients(with_triton(score_slots), call)
     assert len(times) == 5
 

@@ -64,7 +64,7 @@ def attend_range(inputs: Inputs) -> Tensor:
     left = -1 if inputs.width is None else inputs.width - 1
     out = _kernel()(query, key, value, of_rows, of_slots, rows, slots, window_size=(left, 0), enable_gqa=True)
     out_BRHC = out.unflatten(0, (batch, rows))
-    return out_BRHC if inputs.whole else out_BRHC.masked_fill(_sees_nothing(inputs)[..., None, None], 0)
+    return out_BRHC if inputs.whole else out_BRHC.masked_fill((inputs.last_BR <= inputs.first_BR)[..., None, None], 0)
 
 
 def are_documents(inputs: Inputs) -> bool:
@@ -75,16 +75,12 @@ def are_documents(inputs: Inputs) -> bool:
     if inputs.width is not None:
         first_BR = torch.maximum(first_BR, place_R - inputs.width + 1)
     right_BR = (inputs.first_BR == first_BR) & (inputs.last_BR == place_R + 1)
-    return bool((right_BR | _sees_nothing(inputs)).all())
+    return bool((right_BR | (inputs.last_BR <= inputs.first_BR)).all())
 
 
 def _begins(inputs: Inputs) -> Tensor:
     """Return the flags of rows that see themselves alone, as the first of a document does, or nothing."""
     return inputs.last_BR - inputs.first_BR <= 1
-
-
-def _sees_nothing(inputs: Inputs) -> Tensor:
-    return inputs.last_BR <= inputs.first_BR
 
 
 def _kernel() -> Callable[..., Tensor]:
