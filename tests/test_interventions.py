@@ -176,7 +176,7 @@ def test_a_needle_test_removes_equally_many_named_and_other_places(what: str):
     scores = [one.log_probability_N for one in (found.whole, found.without_named, found.without_others)]
     assert_same(scores[0], answers(model, asked.token_BT, asked.target_BT).log_probability_N, "the answers as they are")
     assert ((scores[1] - scores[0]).abs() > 1e-9).all()
-    with pytest.raises(ValueError, match="count 50: an answer sees [0-9]+ only"):
+    with pytest.raises(ValueError, match="count=50 is not allowed because an answer sees [0-9]+ places"):
         needle_test(model, asked, what, count=50)
 
 

@@ -75,12 +75,12 @@ def test_a_state_holds_its_own_token_and_no_token_from_beyond_all_that_carries()
     assert found["state"][1].accuracy > 0.8
     for one in (by_distance[30] for by_distance in found.values()):
         assert one.accuracy < 0.45, "3 windows of 4 and a state of 7 end before 30; chance is 0.25"
-    with pytest.raises(ValueError, match="distance 35 reaches back beyond"):
+    with pytest.raises(ValueError, match="distance=35 is not allowed"):
         probes.by_distance(model, token_BT, [34], [35])
 
 
 def test_a_model_without_a_state_is_named():
-    with pytest.raises(ValueError, match="keeps no state of a fixed size"):
+    with pytest.raises(ValueError, match="is not allowed because it has no state"):
         probes.states(build("transformer"), random_tokens(1, 4), [3])
 
 

@@ -35,15 +35,15 @@ from gsm.models.sampling import check_sampling, continuation
 from gsm.observe import observed
 from gsm.tape import HostRead, Tapes
 
-SHORTEST = 16  # tokens of the smallest bucket of prompts; the others are larger powers of two
-MANY = 8  # smallest number of chunks for which a recording is made; it takes the time of four plain chunks
+MIN_BUCKET = 16  # tokens of the smallest bucket of prompts; the others are larger powers of two
+MIN_CHUNKS = 8  # smallest number of chunks for which a recording is made; it takes the time of four plain chunks
 
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _alone(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
+def _exclusive(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
     """Make a method raise RuntimeError while another call of the engine runs, and count its calls for open streams."""
 
     @functools.wraps(method)
@@ -147,18 +147,18 @@ class Engine:
         """Tokens that the memory holds."""
         return self._memory.capacity or 0
 
-    @_alone
+    @_exclusive
     def reset(self) -> None:
         """Empty the memory."""
         self._memory.rewind(self.model.start(self.batch, capacity=1))
 
-    @_alone
+    @_exclusive
     def load(self, memory: Memory) -> None:
         """Copy the contents of another static memory of the same batch, capacity and model, e.g. a prefix saved with
         ``engine.memory.clone()``. Raises ValueError for any other memory."""
         self._memory.load(memory)
 
-    @_alone
+    @_exclusive
     @torch.no_grad()
     def prefill(self, prompt: Prompt, documents: Tensor | None = None) -> Tensor:
         """Read a prompt after the contents of the memory.
@@ -177,7 +177,7 @@ class Engine:
         size = self._bucket_size(tokens_BT)
         if size is None or padding_BT is not None and documents is not None:
             unpadded = padding_BT is None and documents is None and tokens_BT.shape[:-1] == (self.batch,)
-            if unpadded and self._records_chunks(tokens_BT.shape[1], MANY if self._chunk is None else 2):
+            if unpadded and self._records_chunks(tokens_BT.shape[1], MIN_CHUNKS if self._chunk is None else 2):
                 return self._read_long(tokens_BT)
             with self.model.evaluating():
                 return self.model.prefill(prompt, self._memory, self.chunk, documents).logits[:, -1]
@@ -185,7 +185,7 @@ class Engine:
         check_call(self.model.vocabulary, tokens_BT, documents, None, None)
         return self._read_at_once(tokens_BT, documents, size)
 
-    @_alone
+    @_exclusive
     @torch.no_grad()
     def decode(self, token_B: Tensor) -> Tensor:
         """Read one token of every sequence, int64 [B]; return the scores of the next token, logits_BV.
@@ -259,7 +259,7 @@ class Engine:
         """Return all new ids, [B, max_new_tokens]; arguments and errors as in ``stream``."""
         return torch.stack(list(self.stream(prompt, max_new_tokens, temperature, **options)), dim=1)
 
-    @_alone
+    @_exclusive
     @torch.no_grad()
     def warm_up(self) -> None:
         """Record now the calls that would be recorded at their first use; the memory does not change.
@@ -274,7 +274,7 @@ class Engine:
             self._decoding(min(self._memory.used + 1, self.capacity))
         if self._records_chunks(self.capacity, least=2):
             self._recorded_chunk()
-        size = SHORTEST
+        size = MIN_BUCKET
         while not self._memory.used and size <= self._longest(recorder):
             self._bucket(size)
             size *= 2
@@ -297,16 +297,16 @@ class Engine:
             self._snapshot = Snapshot(self.model)
         return None if self._snapshot.hooked else self._recorder
 
-    def _replay(self, call: Call, tokens: int, **counted: Any) -> Tensor:
+    def _replay(self, call: Call, tokens: int, **options: Any) -> Tensor:
         """Replay a recording, and count the tokens that it reads."""
         ledger = self._memory.ledger
         used, call.written = ledger.used, False
         try:
             result = call()
-            ledger.claim(tokens, **counted)
+            ledger.claim(tokens, **options)
         except BaseException:
             if call.written and ledger.used == used:  # interrupted after the last write
-                ledger.claim(tokens, **counted)
+                ledger.claim(tokens, **options)
             raise
         return result
 
@@ -339,7 +339,7 @@ class Engine:
         recorder = self._recording()
         if recorder is None or self._memory.used or len(tokens_BT) != self.batch or not length:
             return None
-        size = max(SHORTEST, 1 << (length - 1).bit_length())
+        size = max(MIN_BUCKET, 1 << (length - 1).bit_length())
         if size > self._longest(recorder) or size > length and self._memory.keeps_padding:
             return None
         return size

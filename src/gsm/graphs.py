@@ -117,7 +117,7 @@ class GraphReplay:
 
     def __init__(self, graph: torch.cuda.CUDAGraph, result: Tensor):
         self.result = result
-        # the C function: Python could handle a signal in between
+        # The C function itself, because Python could handle a signal inside a method around it.
         self._replay = partial(torch._C._CUDAGraph.replay, graph)
 
     def __call__(self) -> Tensor:

@@ -98,7 +98,7 @@ def tap(name: Name, value: Tensor | Callable[[], Tensor], fixed: str = "") -> Te
         fixed: the reason why the tensor cannot be replaced; empty: it can be.
     """
     if _listening:
-        return _show(name, value, fixed)
+        return _record_and_patch(name, value, fixed)
     return None if callable(value) else value
 
 
@@ -109,7 +109,7 @@ class Observable:
 def called(model: Observable) -> None:
     """Announce a call: the following taps belong to ``model``."""
     if _listening:
-        _note(model)
+        _set_model(model)
 
 
 def observed() -> bool:
@@ -245,10 +245,10 @@ class Patch:
 
     def replace(self, name: str, tensor: Tensor, fixed: str) -> Tensor:
         new = self.function(tensor.clone())
-        if not isinstance(new, Tensor) or _kind(new) != _kind(tensor):
-            actual = _kind(new) if isinstance(new, Tensor) else f"a {type(new).__name__}"
+        if not isinstance(new, Tensor) or _describe(new) != _describe(tensor):
+            actual = _describe(new) if isinstance(new, Tensor) else f"a {type(new).__name__}"
             raise ValueError(
-                f"a patch of {name} must return a tensor like its own, {_kind(tensor)}, but returns {actual}"
+                f"a patch of {name} must return a tensor like its own, {_describe(tensor)}, but returns {actual}"
             )
         if fixed and not torch.equal(new, tensor):
             raise ValueError(f"{name} cannot be patched: {fixed}")
@@ -272,17 +272,17 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _kind(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
 
 
 @torch.compiler.disable(reason="a tap is recorded outside of the compiled graph")
-def _note(model: Any) -> None:
+def _set_model(model: Any) -> None:
     _called.set(model)
 
 
 @torch.compiler.disable(reason="a tap is recorded outside of the compiled graph")
-def _show(name: Name, value: Tensor | Callable[[], Tensor], fixed: str) -> Tensor | None:
+def _record_and_patch(name: Name, value: Tensor | Callable[[], Tensor], fixed: str) -> Tensor | None:
     name = full_name(name)
     listeners = [listener for listener in _listeners.get() if listener.wants(name)]
     patches = [listener for listener in listeners if isinstance(listener, Patch)]

@@ -77,7 +77,7 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if HOST_READS.intersection(func.tags) and not (func is aten.index.Tensor and _by_number(args[1])):
+        if HOST_READS.intersection(func.tags) and not (func is aten.index.Tensor and _without_masks(args[1])):
             raise HostRead(func)
         out = func(*args, **kwargs)
         reads, made = _storages((args, kwargs)), _storages(out)
@@ -167,7 +167,7 @@ class TapeReplay:
         return self.result
 
 
-def _by_number(indices: list[Tensor | None]) -> bool:
+def _without_masks(indices: list[Tensor | None]) -> bool:
     """Return whether none of the indices is a mask."""
     return not any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in indices)
 

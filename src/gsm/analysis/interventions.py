@@ -73,7 +73,7 @@ def without_stage(model: GSM, stage: int, gone_BT: Tensor | None = None) -> Abst
     """
     stages = len(model.aggregation.layers)
     if not 1 <= stage <= stages:
-        raise ValueError(f"stage must lie between 1 and {stages}, the stages of this model; got {stage}")
+        raise ValueError(f"stage={stage} is not allowed. Use a number from 1 to {stages}, the stages of this model")
 
     def nothing(increment_BRD: Tensor) -> Tensor:
         if gone_BT is None:

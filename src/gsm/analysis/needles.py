@@ -230,7 +230,10 @@ def _chosen(score_T: Tensor, count: int, generator: torch.Generator) -> tuple[Te
     """Return the places of the highest scores, and the same number of others at random among scores of at least 0."""
     candidates = score_T >= 0
     if int(candidates.sum()) < 2 * count:
-        raise ValueError(f"count {count}: an answer sees {int(candidates.sum())} only, so give at most half as many")
+        number = int(candidates.sum())
+        raise ValueError(
+            f"count={count} is not allowed because an answer sees {number} places. Use at most half of them"
+        )
     named_K = score_T.topk(count).indices
     candidates[named_K] = False
     left_N = candidates.nonzero()[:, 0]

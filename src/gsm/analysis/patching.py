@@ -101,8 +101,8 @@ def restored(
     clean, base = between or margins(model, pair)
     if clean == base:
         raise ValueError(
-            "the model answers the clean and the corrupted call alike: log p(right) - log p(wrong) is "
-            f"{float(base):.3g} in both, and there is nothing to restore"
+            "this pair is not allowed because the model answers both calls equally: log p(right) - log p(wrong) is "
+            f"{float(base):.3g} in the clean and the corrupted call. Use a pair with different answers"
         )
     pair = pair.to(model.embedding.weight.device)
     recovered = []

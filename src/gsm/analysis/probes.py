@@ -62,7 +62,8 @@ def probe(feature_NF: Tensor, label_N: Tensor, *, held_out: float = 0.25, ridge:
     fitted = len(label_N) - round(held_out * len(label_N))
     if min(fitted, len(label_N) - fitted) < 2:
         raise ValueError(
-            f"{len(label_N)} samples of which held_out {held_out} are for testing leave fewer than 2 for one of the two"
+            f"held_out={held_out} is not allowed with {len(label_N)} samples because fitting and testing need 2 each. "
+            "Use more samples, or a fraction nearer to a half"
         )
     feature_NF = promoted(feature_NF)
     mean_F, spread_F = feature_NF[:fitted].mean(dim=0), feature_NF[:fitted].std(dim=0)
@@ -111,7 +112,7 @@ def states(model: LanguageModel, token_BT: Tensor, rows: Sequence[int], chunk: i
         ValueError: the model keeps neither, or rows do not ascend.
     """
     if list(rows) != sorted(set(rows)):
-        raise ValueError(f"rows {list(rows)} must ascend without repetition")
+        raise ValueError(f"rows={list(rows)} is not allowed. Use rows in ascending order, without repetition")
     memory, read, features = model.start(len(token_BT)), 0, []
     for row in rows:
         with model.evaluating(), record(*TAPS) as seen:
@@ -144,7 +145,10 @@ def by_distance(
         ValueError: as ``states``, or a distance is beyond the first row.
     """
     if max(distances) > min(rows):
-        raise ValueError(f"distance {max(distances)} reaches back beyond the sequence from row {min(rows)}")
+        raise ValueError(
+            f"distance={max(distances)} is not allowed because row {min(rows)} has fewer tokens before it. Use at most "
+            f"{min(rows)}"
+        )
     share = max(1, round(held_out * len(token_BT))) / len(token_BT)
     features = {name: value_BRF.flatten(0, 1) for name, value_BRF in states(model, token_BT, rows).items()}
     label = {distance: token_BT[:, [row - distance for row in rows]].flatten() for distance in distances}
@@ -174,7 +178,9 @@ def _features(model: LanguageModel, seen: Recording, row: int) -> dict[str, Tens
     if not isinstance(model, GSM):
         layers = [value_BHRC.flatten(1) for name, value_BHRC in seen.items() if name.endswith("/state")]
         if not layers:
-            raise ValueError(f"{type(model).__name__} keeps no state of a fixed size that could be probed")
+            raise ValueError(
+                f"{type(model).__name__} is not allowed because it has no state. Use GSM or a recurrent model"
+            )
         return {"state": torch.cat(layers, dim=1)}
     each, count = model.writer.slots, min(row + 1, model.writer.positions)
     z_BRD = seen["state/z"]

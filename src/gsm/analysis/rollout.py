@@ -77,7 +77,7 @@ def encoder_rollout(model: GSM, seen: Recording, sequence: int = 0) -> Tensor:
     """A_0 to A_L, float [L + 1, T, T]: the encoder's stream behind each layer; rows sum to 1. As ``state_routes``."""
     length, first = seen["position"].shape[1], seen["encoder/1/weights"]
     if first.shape[1] != length or seen["state/e"].shape[1] != length:
-        raise ValueError(f"rollout needs a call that asks for all {length} rows: leave rows and memory out")
+        raise ValueError(f"a call for fewer than {length} rows is not allowed. Use a call without rows and memory")
     maps_LTT = [torch.eye(length, dtype=first.dtype, device=first.device)]
     for layer in range(1, model.geometry.encoder_layers + 1):
         read_TT = _read(model, seen, f"encoder/{layer}", sequence, maps_LTT, layer)

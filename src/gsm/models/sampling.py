@@ -48,8 +48,8 @@ def _choice(
     if top_p < 1:
         sorted_BV, order_BV = probability_BV.sort(dim=-1, descending=True)
         # A token stays while the mass before it is below top_p, so that the likeliest always stays.
-        kept_BV = sorted_BV.masked_fill(sorted_BV.cumsum(dim=-1) - sorted_BV >= max(top_p, least), 0)
-        probability_BV = torch.zeros_like(probability_BV).scatter(1, order_BV, kept_BV)
+        nucleus_BV = sorted_BV.masked_fill(sorted_BV.cumsum(dim=-1) - sorted_BV >= max(top_p, least), 0)
+        probability_BV = torch.zeros_like(probability_BV).scatter(1, order_BV, nucleus_BV)
     # The method of torch.multinomial, without its check of the probabilities, which waits for the device: of
     # exponential variables with rates p, variable i is the smallest with probability p_i.
     clock_BV = torch.empty_like(probability_BV).exponential_(generator=generator)

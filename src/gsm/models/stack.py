@@ -89,8 +89,8 @@ class Stack(nn.Module):
         for block, layer_rows, cache in zip(self, rows, caches, strict=True):
             span = span.last_rows(layer_rows)
             if not span.position_BT.shape[1]:  # no positions enter the layer: pass ``below`` on
-                nothing_BTD = streams.mixed_BTD
-                out = LayerOutput(cache, below, layer_input_BTD=nothing_BTD, layer_output_BRD=nothing_BTD)
+                empty_BTD = streams.mixed_BTD
+                out = LayerOutput(cache, below, layer_input_BTD=empty_BTD, layer_output_BRD=empty_BTD)
             elif self.recompute and self.training and not patching():  # a patch may have ended before the backward
                 options = self._checkpoint_options()
                 streams, out = checkpoint(block, streams, span, cache, below, use_reentrant=False, **options)
