@@ -335,13 +335,17 @@ def test_the_sums_are_sums():
 def test_a_part_without_a_cost_is_refused(model: str):
     """The part is a feed-forward or a mixer without a cost method."""
     silent = build(model, feed_forward=lambda dim, hidden_dim: nn.Linear(dim, dim))
-    with pytest.raises(ValueError, match=r"the cost of Linear is not known; give it a method products\(\)"):
+    with pytest.raises(
+        ValueError, match=r"Linear is not allowed because its cost is not known. Use a method products\(\)"
+    ):
         cost(silent)
     silent = build(model)
     block = silent.get_submodule("decoder.blocks.1")
     assert isinstance(block, Block)
     block.attention = nn.Identity()
-    with pytest.raises(ValueError, match=r"the cost of Identity is not known; give it a method work\(kind, below\)"):
+    with pytest.raises(
+        ValueError, match=r"Identity is not allowed because its cost is not known. Use a method work\(kind, below\)"
+    ):
         cost(silent)
 
 

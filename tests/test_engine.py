@@ -254,11 +254,11 @@ def test_an_engine_serves_one_call_and_one_stream_at_a_time():
         stream = running.stream([1, 2, 3], 5)
         next(stream)
         call()
-        with pytest.raises(RuntimeError, match="use an Engine for each stream"):
+        with pytest.raises(RuntimeError, match="Use an Engine for each stream"):
             next(stream)
         running.reset()
     running.model.norm.register_forward_hook(lambda *arguments: running.reset())
-    with pytest.raises(RuntimeError, match="use an Engine for each thread"):
+    with pytest.raises(RuntimeError, match="Use an Engine for each thread"):
         running.decode(torch.tensor([1]))
 
 

@@ -215,7 +215,8 @@ def test_a_selection_of_slots_that_a_row_may_not_see_is_refused():
     for slot in (99, T // RATIO - 1, -2):
         with (
             pytest.raises(
-                ValueError, match=rf"encoder/2/top_k selects slot {slot} for row 0 .* from 0 on and before 0"
+                ValueError,
+                match=rf"encoder/2/top_k with slot {slot} is not allowed because row 0 .* from 0 on and before 0",
             ),
             gsm.patch("encoder/2/top_k", lambda chosen_BRK, slot=slot: torch.full_like(chosen_BRK, slot)),
         ):
@@ -226,7 +227,10 @@ def test_a_patch_of_positions_must_return_them_unchanged():
     model, token_BT = build("gsm", geometry=SHALLOW), random_tokens(1, T)
     with gsm.patch("*", lambda x: x):
         model(token_BT)
-    with pytest.raises(ValueError, match="position cannot be patched: .*documents="), gsm.patch("*", lambda x: x + 1):
+    with (
+        pytest.raises(ValueError, match="a patch of position is not allowed .*documents="),
+        gsm.patch("*", lambda x: x + 1),
+    ):
         model(token_BT)
 
 
@@ -238,7 +242,7 @@ def test_a_replacement_of_another_shape_dtype_or_device_is_refused(wrong: Callab
     model, token_BT = build("gsm", geometry=SHALLOW), random_tokens(1, T)
     with (
         pytest.raises(
-            ValueError, match=rf"state/entries must return .* float64 \[1, 17, 8\] on cpu, but returns {gives}"
+            ValueError, match=rf"state/entries that returns {gives}.* is not allowed .* float64 \[1, 17, 8\] on cpu"
         ),
         gsm.patch("state/entries", wrong),
     ):

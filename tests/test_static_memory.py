@@ -156,7 +156,7 @@ def test_a_store_that_changes_its_shape_is_refused_before_any_write():
     memory = replace(build("gsm-writer=additive").start(capacity=10), stages=(torch.zeros(2),))
     after = replace(memory.clone(), document_B=torch.ones(1, dtype=torch.int64), stages=(torch.zeros(3),))
     with pytest.raises(
-        TypeError, match=r"a static memory keeps its shapes, but bookkeeping changed from \[2\] to \[3\]"
+        TypeError, match=r"bookkeeping of shape \[3\] is not allowed because a static memory holds \[2\]"
     ):
         memory.advance(after, tokens=1, single_document=True, rows=1)
     assert memory.document_B.item() == -1 and memory.used == 0

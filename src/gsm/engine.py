@@ -50,8 +50,8 @@ def _exclusive(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concaten
     def call(self: Engine, *args: P.args, **kwargs: P.kwargs) -> T:
         if self._lock.locked():
             raise RuntimeError(
-                "the engine is in the middle of another call, perhaps of another thread, and has only one memory; use "
-                "an Engine for each thread"
+                "this call is not allowed because the engine is in the middle of another call, perhaps of another "
+                "thread, and has only one memory. Use an Engine for each thread"
             )
         with self._lock:
             self._calls += 1
@@ -240,8 +240,8 @@ class Engine:
         def require_turn() -> None:
             if self._calls != calls:
                 raise RuntimeError(
-                    "the engine was called while a stream was open, so the memory no longer ends with the stream's own "
-                    "tokens; use an Engine for each stream, or read a stream to its end"
+                    "this stream is not allowed to continue because the engine was called while it was open, and the "
+                    "memory no longer ends with its tokens. Use an Engine for each stream, or read a stream to its end"
                 )
 
         def step(token_B: Tensor) -> Tensor:

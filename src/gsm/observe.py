@@ -95,7 +95,7 @@ def tap(name: Name, value: Tensor | Callable[[], Tensor], fixed: str = "") -> Te
     Args:
         name: name of the tap.
         value: the tensor, or a function that computes it.
-        fixed: the reason why the tensor cannot be replaced; empty: it can be.
+        fixed: the reason why the tensor cannot be replaced, and the remedy; empty: it can be.
     """
     if _listening:
         return _record_and_patch(name, value, fixed)
@@ -188,7 +188,7 @@ def patch(
     with _listener(Patch(patterns, function, model)) as active:
         yield
     if active.other_models and not active.taps:
-        raise ValueError("models were called, but never the model of the patch; leave out model= to patch any model")
+        raise ValueError("models were called, but never the model of the patch. Use no model= to patch every model")
     if active.taps and not any(map(active.matches, active.taps)):
         taps = ", ".join(sorted(active.taps))
         raise KeyError(f"no tap named {' or '.join(map(repr, patterns))} in these calls; they have: {taps}")
@@ -248,10 +248,11 @@ class Patch:
         if not isinstance(new, Tensor) or _describe(new) != _describe(tensor):
             actual = _describe(new) if isinstance(new, Tensor) else f"a {type(new).__name__}"
             raise ValueError(
-                f"a patch of {name} must return a tensor like its own, {_describe(tensor)}, but returns {actual}"
+                f"a patch of {name} that returns {actual} is not allowed because the tap has {_describe(tensor)}. Use "
+                "a tensor like it"
             )
         if fixed and not torch.equal(new, tensor):
-            raise ValueError(f"{name} cannot be patched: {fixed}")
+            raise ValueError(f"a patch of {name} is not allowed because {fixed}")
         return new
 
 

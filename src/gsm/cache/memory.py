@@ -347,7 +347,7 @@ def _parts(node: Any) -> Iterator[Any]:
     elif isinstance(node, tuple) and not hasattr(node, "_fields"):
         yield from node
     elif not isinstance(node, Tensor | str | int | None):
-        raise TypeError(f"a memory is made of dataclasses, tuples and tensors, got {type(node).__name__}")
+        raise TypeError(f"a {type(node).__name__} in a memory is not allowed. Use dataclasses, tuples and tensors")
 
 
 def _tensors(node: Any, kind: str) -> Iterator[tuple[str, Tensor]]:
@@ -368,8 +368,8 @@ def _overwrite(memory: Memory, after: Memory, ledger: Ledger) -> None:
     for (kind, buffer), (_, value) in pairs:
         if buffer.shape != value.shape:
             raise TypeError(
-                f"a static memory keeps its shapes, but {kind} changed from {list(buffer.shape)} to "
-                f"{list(value.shape)}; store growing tensors in a Window or a Column"
+                f"{kind} of shape {list(value.shape)} is not allowed because a static memory holds "
+                f"{list(buffer.shape)}. Use a Window or a Column for a tensor that grows"
             )
     # One list per dtype: on a GPU a list is one kernel if every pair has equal strides. A new window is the end of a
     # longer tensor. For a batch of one, its strides differ from the buffer's in the first dimension only, and squeezing

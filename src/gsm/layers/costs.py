@@ -201,7 +201,9 @@ def declared_cost(part: object, method: str, *arguments: object) -> Any:
 def unknown_cost(part: object, method: str) -> ValueError:
     """Return the error for a part without a cost method."""
     kind = type(part).__name__
-    return ValueError(f"the cost of {kind} is not known; give it a method {method} as in gsm.layers.costs")
+    return ValueError(
+        f"{kind} is not allowed because its cost is not known. Use a method {method} as in gsm.layers.costs"
+    )
 
 
 def attention(inner: int, width: int, limit: int | None, **options) -> AttentionCost:

@@ -48,10 +48,11 @@ class Selection(NamedTuple):
         wrong_NBRK = (hidden_BRK & (chosen_BRK != -1)).nonzero()
         if len(wrong_NBRK):
             sequence, row, place = wrong_NBRK[0].tolist()
+            slot = int(chosen_BRK[sequence, row, place])
             first, last = int(bank.first_BR[sequence, row]), int(bank.last_BR[sequence, row])
             raise ValueError(
-                f"a patch of {full_name(name)} selects slot {int(chosen_BRK[sequence, row, place])} for row {row} of "
-                f"sequence {sequence}, which may see slots from {first} on and before {last}; use -1 for no slot"
+                f"a patch of {full_name(name)} with slot {slot} is not allowed because row {row} of sequence "
+                f"{sequence} sees slots from {first} on and before {last}. Use -1 for no slot"
             )
         # A reused bias trains the indexer only on the slots that it selected itself.
         bias_BRK = None if self.bias_BRK is None else self.bias_BRK.where(chosen_BRK == self.chosen_BRK, 0)

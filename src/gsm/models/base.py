@@ -260,7 +260,7 @@ class LanguageModel(nn.Module, ABC, Observable):
         # Autocast does not round an embedding's output, and the residual streams are most of a layer's memory traffic.
         x_BTD = lowered(self.embedding(tokens) * self.dim**0.5)
         called(self)
-        tap("position", position_BT, fixed="positions determine the mask; pass documents= to restart counting")
+        tap("position", position_BT, fixed="positions determine the mask. Use documents= to restart counting")
         trace = self.run(tap("embedding", x_BTD), span, before)
         hidden_BRD = self.norm(tap("hidden", trace.hidden_BRD))
         losses, metrics = indexer_losses(trace.indexer_losses, self.indexer_weight)
