@@ -105,7 +105,6 @@ REFUSED = {  # words of a command line, and parts of the one sentence that refus
     "model.stages=2": ["model.stages is 2 (int), but takes Sequence[int]"],
     "seed=x": ["seed is 'x' (str), but takes int"],
     "jobs=x": ["jobs is 'x' (str), but takes int"],
-    "force=1": ["force is 1 (int), but takes bool"],
     "compile=1": ["compile is 1 (int), but takes bool"],
     "data=folder": ["data.path has no value", "data.path=..."],
     **{f"{group}=null": [f"{group}=null is not allowed because a group takes"] for group in GROUPS_OF_A_RUN},

@@ -203,17 +203,8 @@ def test_all_runs_are_trained_once_and_then_skipped(
     assert log.splitlines()[0].removeprefix("$ ") in printed, "and can be repeated by hand"
     assert ("threads" in printed) is (jobs == 1), "the output of one run at a time streams through"
     train_all(toy(tmp_path, script=fake))
-    assert "skipped (force=true runs them again): mhc/seed0, plain/seed0, mhc/seed1, plain/seed1" in (
-        " ".join(capfd.readouterr().out.split())
-    )
+    assert "skipped: mhc/seed0, plain/seed0, mhc/seed1, plain/seed1" in (" ".join(capfd.readouterr().out.split()))
     assert set(starts(tmp_path).values()) == {1}
-
-
-def test_force_moves_all_earlier_runs_away_and_trains_again(tmp_path: Path, fake: list[str]):
-    train_all(toy(tmp_path, "seeds=1", script=fake))
-    train_all(toy(tmp_path, "seeds=1", "force=true", script=fake))
-    assert starts(tmp_path) == {"mhc/seed0": 1, "plain/seed0": 1}
-    assert (tmp_path / "logs/.replaced/toy/plain/seed0-1/summary.json").is_file()
 
 
 def test_a_failing_arm_stops_no_other_and_is_named(tmp_path: Path, fake: list[str], capfd: pytest.CaptureFixture[str]):

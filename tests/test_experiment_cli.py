@@ -53,7 +53,7 @@ def test_an_experiment_from_an_interruption_to_its_table(tmp_path: Path):
     parent = type_in("jobs=2", "table=[val_loss]")
     printed = output(parent)
     assert parent.returncode == 1, printed
-    assert "skipped (force=true runs them again): plain/seed0" in " ".join(printed.split())
+    assert "skipped: plain/seed0" in " ".join(printed.split())
     assert "failed: lost/seed0; to try again" in printed
     assert "/nowhere" in printed
     assert "Going on with the unfinished run" in (place(tmp_path, "mhc/seed0") / "train.log").read_text()

@@ -96,7 +96,7 @@ def test_the_order_of_words_and_how_a_number_is_written_make_no_difference():
     "key",
     [
         *(*sorted(IDLE), *(f"callbacks.{name}.x" for name in sorted(WATCHING)), "trainer.enable_checkpointing"),
-        *("logger", "seed", "seeds", "name", "arm", "logs", "folder", "resume", "jobs", "force", "table", "tune"),
+        *("logger", "seed", "seeds", "name", "arm", "logs", "folder", "resume", "jobs", "table", "tune"),
         *("ngrams", "sample", "compile", "arms", "arms.mine", "runs.ppl.evaluate.windows"),
     ],
 )

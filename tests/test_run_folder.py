@@ -194,13 +194,6 @@ def test_an_earlier_run_stays_in_its_place_until_the_start_makes_room(tmp_path: 
     assert (make_room(changed) / "checkpoints/last.ckpt").is_file() and not last.exists()
 
 
-def test_force_starts_a_single_run_over(tmp_path: Path):
-    """It was heard by experiments alone."""
-    leave(tmp_path / "run")
-    assert begin(config(tmp_path / "run", force=True)).checkpoint is None
-    assert not (tmp_path / "run/checkpoints").exists()
-
-
 def test_a_finished_run_with_another_configuration_is_moved_aside(tmp_path: Path):
     leave(tmp_path / "run", "finished")
     reason = prepare(config(tmp_path / "run", seed=4)).reason
@@ -248,7 +241,7 @@ def test_a_run_that_is_shorter_than_the_checkpoint_it_begins_with_is_refused(tmp
 
 def test_what_to_type_starts_nothing_over(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(command_line.HydraConfig, "initialized", lambda: True)
-    monkeypatch.setattr(sys, "argv", ["train.py", "seed=1", "name=old run", "force=True", "resume=never"])
+    monkeypatch.setattr(sys, "argv", ["train.py", "seed=1", "name=old run", "resume=never"])
     assert command_line.again().split(" ", 1)[1] == "train.py seed=1 'name=old run'"
 
 

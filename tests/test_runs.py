@@ -197,9 +197,6 @@ def test_what_is_finished_is_not_done_again_and_what_has_changed_is(asked: Calla
     del done[:]
     train_all(asked(THREE, "++runs.loss.evaluate.context=32", "++runs.extend.data.batch_size=2"))
     assert done == ["gsm/seed0/loss"]
-    del done[:]
-    train_all(asked(*changed, "force=true"))
-    assert done == ["gsm/seed0/train", "gsm/seed0/extend", "gsm/seed0/loss"]
 
 
 def test_a_run_that_two_arms_share_is_trained_once_in_the_folder_of_the_first(

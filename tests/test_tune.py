@@ -261,14 +261,6 @@ def test_an_unfinished_attempt_starts_over_with_resume_never(
     assert replaced == [{"status": "failed", "steps": 1}]
 
 
-def test_forced_it_tunes_and_trains_all_of_it_again(asked: Callable[..., Experiment]):
-    train_all(asked("seeds=1"))
-    before = list(Pretends.started)
-    train_all(made := asked("seeds=1", "force=true"))
-    assert Pretends.started == before * 2
-    assert len(list((made.folder.parent / ".replaced").rglob("summary.json"))) == len(before)
-
-
 def test_a_key_that_is_given_is_not_tuned(asked: Callable[..., Experiment]):
     """On the command line for all arms, or by an arm for itself."""
     train_all(made := asked("seeds=1", f"{RATE}=5e-3"))

@@ -44,7 +44,6 @@ TRUTH = {"true": True, "false": False}
 NAMED = re.compile(r"[A-Za-z_]\w*=")
 TILDE = re.compile(r"=(~[^'\",\[\]{}]*)$")  # a path in the home, which Hydra reads only in quotes
 TEXTS = ("prompt", "text")  # arguments that may begin with any character
-FORCED = {f"force={word}" for word in ("true", "1", "yes", "on")}
 
 
 def prepare(script: str = "train", part: str | None = None) -> None:
@@ -266,7 +265,7 @@ def again() -> str:
     """Return the command that runs this process once more, so that it goes on; for Python, the call to repeat."""
     if not HydraConfig.initialized():
         return "the same call of train"
-    words = [word for word in sys.argv[1:] if word != "resume=never" and word.lower() not in FORCED]
+    words = [word for word in sys.argv[1:] if word != "resume=never"]
     words = [word for word in words if word != search(paths.config_folders()[1:])]
     program = [_found("python"), shown(sys.argv[0])] if paths.in_clone() else [_found("gsm-train")]
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -17,7 +17,7 @@ from gsm.evaluation import commands
 from gsm.experiments.table import COLUMNS
 
 # Keys of the parent; a run gets its own.
-OWN = {"name", "arm", "arms", "seed", "seeds", "tune", "jobs", "force", "table"}
+OWN = {"name", "arm", "arms", "seed", "seeds", "tune", "jobs", "table"}
 NOT_FOR_ARMS = {*OWN, "logs", "folder", "experiment", "resume"}
 NOT_FOR_RUNS = {*NOT_FOR_ARMS, "runs", "start_from"}
 AFTER, EVALUATE = "after", "evaluate"  # keys of a run that are no overrides

@@ -12,13 +12,11 @@ docs/experiments.md has the entries ``arms``, ``seeds``, ``runs`` and ``tune`` o
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import shlex
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from hydra._internal.utils import get_args_parser
@@ -34,7 +32,7 @@ from gsm.config.compose import from_job, search
 from gsm.experiments import launcher
 from gsm.experiments.compare import CONTENTS, apart, unfinished, write
 from gsm.experiments.jobs import Child, tail, work_off
-from gsm.experiments.runs import TUNING, Experiment, Run, Trial, expand, in_order, naming
+from gsm.experiments.runs import Experiment, Run, Trial, expand, in_order, naming
 from gsm.experiments.table import FOOTNOTE, RunSummary, Table, read_runs, shown
 from gsm.experiments.tune import EDGE, lines, listed
 from gsm.files import read_json, write_json
@@ -71,14 +69,13 @@ def train_all(experiment: Experiment, hand_to: str | None = None) -> Table:
     _refuse_ranks()
     config, trials = experiment.config, experiment.trials()
     for run in [] if hand_to else in_order(trials):
-        if run.checkpoint and (config["force"] or not run.finished()):  # an evaluation, checked before folders move
+        if run.checkpoint and not run.finished():  # an evaluation, checked before folders move
             with naming(f"run {run.folder.name}"):
                 run.measure.require()
     with folder.locked(experiment.held):
         write_json(experiment.folder / CONTENTS, experiment.contents())
-        if config["force"] or config["resume"] == "never":
+        if config["resume"] == "never":
             _set_aside(experiment, trials)
-            experiment = Experiment(config, experiment.given, experiment.script)  # without the runs that were set aside
         folder.note(experiment.held, config)
         failed = _tune(experiment, hand_to)
         work = _Work(experiment, [trial for trial in experiment.trials() if trial.arm not in failed])
@@ -93,20 +90,14 @@ def train_all(experiment: Experiment, hand_to: str | None = None) -> Table:
 
 
 def _set_aside(experiment: Experiment, trials: Sequence[Trial]) -> None:
-    """Move earlier runs aside before any run starts, so that an interrupted command continues without ``force``."""
-    force = experiment.config["force"]
-    attempts = [] if force else [attempt for arm in experiment.chosen for attempt in experiment.attempts(arm)]
+    """Move unfinished runs aside before any run starts: an interrupted command continues without ``resume=never``."""
+    attempts = [attempt for arm in experiment.chosen for attempt in experiment.attempts(arm)]
     for trial in (*attempts, *trials):
-        if force or ((trial in attempts or experiment.choice(trial.arm)) and not trial.finished()):
+        if (trial in attempts or experiment.choice(trial.arm)) and not trial.finished():
             with contextlib.nullcontext() if trial.folder == experiment.held else folder.locked(trial.folder):
                 start = folder.prepare({**trial.config, "resume": "never", "start_from": None})
                 if start.moves:
                     folder.make_room(trial.config)
-    for arm in experiment.chosen if force else ():
-        if (attempts := experiment.tuning(arm)).is_dir():
-            target = Path(experiment.config["logs"]) / ".replaced" / str(experiment.config["name"]) / TUNING
-            target.mkdir(parents=True, exist_ok=True)
-            attempts.rename(next(place for n in itertools.count(1) if not (place := target / f"{arm}-{n}").exists()))
 
 
 def _tune(experiment: Experiment, hand_to: str | None) -> dict[str, list[str]]:
@@ -182,7 +173,7 @@ class _Work:
         ]
         if self.done:
             names = ", ".join(run.name for run in self.done)
-            lines.append(f"finished already, and skipped (force=true runs them again): {names}")
+            lines.append(f"finished already, and skipped: {names}")
         tuned = {arm: choice.shown() for arm, choice in experiment.won.items() if arm in experiment.chosen}
         if tuned:
             values = (f"{arm} {', '.join(map('='.join, values.items()))}" for arm, values in tuned.items())

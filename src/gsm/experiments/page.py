@@ -30,7 +30,7 @@ TEMPLATE = Path(__file__).with_suffix(".html.jinja")
 PICTURES = (
     "Pictures: lines and bars are means over the seeds, bands and whiskers a standard deviation, dots single seeds."
 )
-PARENTS = {"arm", "arms", "seed", "seeds", "runs", "tune", "jobs", "force", "resume", "table"}
+PARENTS = {"arm", "arms", "seed", "seeds", "runs", "tune", "jobs", "resume", "table"}
 OWN = {*PARENTS, "folder", "logs", "name"}
 LARGEST = 1 << 20  # bytes of a configuration, or of an evaluation's picture: a larger file is not of this project
 

@@ -61,7 +61,7 @@ def prepare(
 
     * ``auto``: an unfinished run goes on from its last checkpoint, if it is of the same configuration and data; ranks
       and their batches may be others if as many sequences make up a step. A finished one is left as it is;
-    * ``never`` (or ``force``): start over; a branch (``start_fresh=false``) at the checkpoint that it leaves.
+    * ``never``: start over; a branch (``start_fresh=false``) at the checkpoint that it leaves.
 
     Args:
         config: a composed configuration.
@@ -82,7 +82,7 @@ def prepare(
         sweep(folder, folder / "checkpoints")
         shards.sweep(folder / "checkpoints")
     last = folder / LAST
-    if config["resume"] == "never" or config.get("force") or not last.is_file():
+    if config["resume"] == "never" or not last.is_file():
         return _over(config, fingerprint, world)
     checkpoint = _read_last(last)
     changes = _changes(checkpoint, config, fingerprint, world)
