@@ -48,9 +48,7 @@ def recurrence(
     return out_BTHC.masked_fill(~live_BT[..., None, None], 0), after_BHRC
 
 
-def _concatenated(
-    run: Kernel, call: dict[str, Tensor], start_BT: Tensor, state_BHRC: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def _concatenated(run: Kernel, call: dict[str, Tensor], start_BT: Tensor, state_BHRC: Tensor, scale: float):
     batch, length = start_BT.shape
     bounds = offsets(start_BT)
     first_N = bounds[:-1]

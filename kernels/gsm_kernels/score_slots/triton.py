@@ -92,9 +92,7 @@ def score_listed(indexer: Indexer, index: Tensor, part: Rows, group: int = 1) ->
     return score
 
 
-def add_gradients(
-    grads: tuple[Tensor, Tensor, Tensor], grad: Tensor, indexer: Indexer, index_BRK: Tensor, part: Rows
-) -> None:
+def add_gradients(grads: tuple[Tensor, ...], grad: Tensor, indexer: Indexer, index_BRK: Tensor, part: Rows) -> None:
     """Write the gradients of a chunk's queries and weights, given the scores' gradient `grad` [lines, places]. Add the
     keys' gradient, which is float32."""
     from .kernels import backward
