@@ -25,7 +25,7 @@ FLOORS = {
 # The floor from which a library may be imported. Up to the models, PyTorch is the only one.
 LIBRARIES = {"torch": 0, "hydra": FLOORS["config"], "omegaconf": FLOORS["config"], "gsm_benchmarks": 99}
 ELSEWHERE = FLOORS["models"] + 1
-KERNEL_LIBRARIES = {"torch", "triton", "fla"}
+KERNEL_LIBRARIES = {"torch", "triton", "xformers", "fla"}
 COMPILED_LIBRARIES = {"numba", "llvmlite", "numpy"}  # of compiled loops, which are imported when they run
 COMPILED = "gsm_kernels.cpu."
 

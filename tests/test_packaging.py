@@ -49,7 +49,7 @@ def test_without_hide_root_the_trap_is_there() -> None:
 
 
 def test_importing_gsm_is_light() -> None:
-    heavy = "{'torch', 'lightning', 'hydra', 'omegaconf', 'triton', 'transformers', 'numpy'}"
+    heavy = "{'torch', 'lightning', 'hydra', 'omegaconf', 'triton', 'transformers', 'xformers', 'numpy'}"
     assert _python(f"import sys, gsm; print(sorted({heavy} & set(sys.modules)), gsm.__version__)").startswith("[] 0.")
 
 

@@ -11,7 +11,7 @@ from calls import cast, every_call
 
 import gsm_kernels
 from gsm_kernels import Impl, KernelBuildError, Op, device, launch, listening, using
-from gsm_kernels.attend_range import varlen
+from gsm_kernels.attend_range import xformers
 from gsm_kernels.device import describe
 from gsm_kernels.dispatch import REMEMBERED
 
@@ -186,7 +186,7 @@ def gpu(monkeypatch):
         launch._machine.cache_clear()
 
     yield of
-    launch._machine.cache_clear(), varlen._missing.cache_clear()
+    launch._machine.cache_clear(), xformers._missing.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from check import to_device
 
 import gsm_kernels
 from gsm_kernels import OPS, using
-from gsm_kernels.attend_range import varlen
+from gsm_kernels.attend_range import xformers
 from gsm_kernels.attend_range.inputs import Inputs as Ranges
 from gsm_kernels.cpu import native
 from gsm_kernels.device import unfit_for_package
@@ -119,7 +119,7 @@ def test_nothing_chooses_the_interpreter_by_itself(op):
     assert "only with GSM_KERNELS=triton" in gsm_kernels.explain()[op.name]
 
 
-PACKAGES = [(op, impl.name) for op in OPS for impl in op.fast if impl.name == "fla"]
+PACKAGES = [(op, impl.name) for op in OPS for impl in op.fast if impl.name in ("fla", "xformers")]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tells what is missing without a GPU")
@@ -141,7 +141,7 @@ def test_packages_take_one_half_type():
     assert "all in float16, got bfloat16, float32" in refusals[1] and "got float32" in refusals[2]
     call = calls.ranges(rows=17, channels=12, padding=0)
     meta: dict[str, Any] = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in call.items()}
-    assert "got meta" in str(varlen.refuses(Ranges(**meta)))
+    assert "got meta" in str(xformers.refuses(Ranges(**meta)))
 
 
 @pytest.mark.parametrize(

@@ -29,14 +29,14 @@ al. 2023; sliding windows as in Beltagy et al. 2020.
 """
 
 from ..dispatch import Impl, Op
-from . import reference, sdpa, varlen
+from . import reference, sdpa, xformers
 from .inputs import Inputs, check
 
 attend_range = Op(
     "attend_range",
     reference.attend_range,
     (
-        Impl("varlen", varlen.attend_range, varlen.refuses, varlen.missing),
+        Impl("xformers", xformers.attend_range, xformers.refuses, xformers.missing),
         Impl("sdpa", sdpa.attend_range, sdpa.refuses),
     ),
     inputs=Inputs,
