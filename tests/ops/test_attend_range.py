@@ -3,13 +3,13 @@
 import pytest
 import torch
 from calls import gradients, ranges
+from closeness import assert_close
 from oracles import naive_range
 
 from gsm_kernels import attend_range, listening, using
 from gsm_kernels.attend_range import sdpa, xformers
 from gsm_kernels.attend_range.inputs import Inputs
 from gsm_kernels.slots import visible
-from closeness import assert_close
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
