@@ -105,13 +105,14 @@ class Calls(RuleBasedStateMachine):
         tokens, ids = self.read(1)
         self.check(self.model(tokens, documents=ids, memory=self.memory), tokens)
 
-    @precondition(lambda self: self.done == 0 and bool((self.documents == self.documents[:, :1]).all()))
+    @precondition(left)
     @rule(length=st.integers(1, 30), chunk=st.sampled_from((1, 3, W, 2 * M)))
     @torch.no_grad()
     def prefill(self, length: int, chunk: int) -> None:
-        tokens, _ = self.read(length)
-        if (self.documents >= 0).all():
-            self.check(self.model.prefill(tokens, self.memory, chunk=chunk), tokens)
+        tokens, ids = self.read(length)
+        one_document = self.done == 0 and bool((ids == ids[:, :1]).all() and (ids >= 0).all())
+        documents = None if one_document else ids
+        self.check(self.model.prefill(tokens, self.memory, chunk=chunk, documents=documents), tokens)
 
     @rule()
     @torch.no_grad()

@@ -84,6 +84,11 @@ def documents(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{path} is not allowed because it holds no JSON lines ({error}). Fetch it again.") from error
     if not rows:
         raise ValueError(f"{path} is not allowed because it holds no documents. Use one JSON object a line.")
+    for number, row in enumerate(rows, 1):  # the harness would take a missing field for None, and score it
+        if not isinstance(row, dict) or not isinstance(rows[0], dict) or row.keys() != rows[0].keys():
+            raise ValueError(
+                f"{path}, line {number} is not allowed because it has other fields than line 1. Fetch the file again."
+            )
     return rows
 
 
