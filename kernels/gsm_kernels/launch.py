@@ -96,7 +96,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     if (hook := _hook()) is not None:
         hook(kernel, grid, args, options)
     elif all(grid):
-        with _build_errors(kernel), _device_of(args):
+        with _build_errors(kernel), device_of(args):
             kernel[grid](*args, **options)
 
 
@@ -163,7 +163,7 @@ def compiled(kernel: Any, args: tuple, options: dict[str, Any]) -> Any:
     Raises:
         KernelBuildError: if it cannot be compiled, or needs more resources than the GPU has.
     """
-    with _build_errors(kernel), _device_of(args):
+    with _build_errors(kernel), device_of(args):
         built = kernel.warmup(*args, grid=(1,), **options)
         _ = built.run  # loads it, which fails for too much shared memory
     return built
@@ -187,7 +187,7 @@ def _build_errors(kernel: Any) -> Iterator[None]:
         raise KernelBuildError(message) from error
 
 
-def _device_of(args: tuple) -> contextlib.AbstractContextManager[object]:
+def device_of(args: tuple) -> contextlib.AbstractContextManager[object]:
     """Return a context in which the device of the tensors is the current one."""
     device = next((x.device for x in args if isinstance(x, Tensor)), None)
     return torch.cuda.device(device) if device is not None and device.type == "cuda" else contextlib.nullcontext()

@@ -25,11 +25,12 @@ from torch import Tensor
 
 from .device import triton_version
 from .dispatch import KernelBuildError
-from .launch import building, compiled, launch, launching
+from .launch import building, compiled, device_of, launch, launching, missing
 
 PROCESSORS = 132  # multiprocessors of an H100
 GAIN = 0.97  # largest share of the first candidate's time that is worth another tile
 ROUNDS = 7  # timed runs of a candidate
+PAUSE = 1_000_000  # cycles of the GPU before a run, about half a millisecond: the host must not be timed
 Tile = dict[str, int]  # options of a launch: sizes, and warps and stages
 
 
@@ -43,16 +44,17 @@ def fastest(
     """
     if not like.is_cuda or programs < PROCESSORS or len(candidates) == 1:
         return candidates[0]
-    key = (kernel, like.device, like.dtype, *sizes)
+    key = (kernel, like.device, like.dtype, *sizes, str(candidates))
     if key not in _choices:
         gpu = torch.cuda.get_device_name(like.device)
         call = f"{kernel} on {gpu}, Triton {triton_version()}, {like.dtype}, {sizes}, {list(candidates)}"
         path = folder() / f"{hashlib.sha256(call.encode()).hexdigest()[:16]}.json"
-        place = _read(path).get("tile", -1)
-        if place not in range(len(candidates)):
-            if building() or torch.cuda.is_current_stream_capturing():
-                return candidates[0]  # nothing may run now; a later call times
-            place = _time(path, call, candidates, run)
+        place = _kept(path, len(candidates))
+        if place is None:
+            with device_of((like,)):
+                if building() or torch.cuda.is_current_stream_capturing():
+                    return candidates[0]  # nothing may run now; a later call times
+                place = _time(path, call, candidates, run)
         _choices[key] = place
     return candidates[_choices[key]]
 
@@ -77,10 +79,9 @@ def folder() -> Path:
 
 def describe() -> list[str]:
     """Return a sentence for each choice that this machine keeps, or the reason why it keeps none."""
-    if not torch.cuda.is_available() or triton_version() is None:
-        return ["every kernel takes its first tile, because none can be timed without a GPU and Triton"]
-    rows = [_read(path) for path in folder().glob("*.json")]
-    sentences = sorted(row["sentence"] for row in rows if "sentence" in row)
+    if missing() is not None or not torch.cuda.is_available():
+        return ["every kernel takes its first tile, because tiles are timed where Triton's kernels run on a GPU"]
+    sentences = sorted(row["sentence"] for path in folder().glob("*.json") if (row := _read(path)))
     return sentences or ["none is timed yet: the first large call of a kernel times its candidates"]
 
 
@@ -89,6 +90,7 @@ def milliseconds(run: Callable[[], None]) -> float:
     run()
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(ROUNDS)]
     for start, end in events:
+        torch.cuda._sleep(PAUSE)
         start.record()
         run()
         end.record()
@@ -117,23 +119,39 @@ def _time(path: Path, call: str, candidates: Sequence[Tile], run: Callable[[Tile
     place = best if times[best] < GAIN * times[0] else 0
     sentence = f"{call}: number {place + 1} is taken, after {', '.join(f'{time:.3f}' for time in times)} ms"
     with contextlib.suppress(OSError):  # a folder that cannot be written: the next process times again
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and _read(path).get("tile") not in range(len(candidates)):
-            path.unlink()
-        with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:
-            json.dump({"tile": place, "sentence": sentence}, file)
-            file.flush()
-            with contextlib.suppress(FileExistsError):
-                os.link(file.name, path)
-    return _read(path).get("tile", place)
+        _keep(path, {"tile": place, "sentence": sentence}, len(candidates))
+    kept = _kept(path, len(candidates))
+    return place if kept is None else kept
+
+
+def _keep(path: Path, row: dict[str, Any], count: int) -> None:
+    """Write a choice, unless another process was first. A damaged file is replaced; an unreadable one stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        json.dump(row, file)
+    try:
+        os.chmod(file.name, 0o644)  # other users share the folder
+        if os.access(path, os.R_OK) and _kept(path, count) is None:
+            os.replace(file.name, path)
+        else:
+            os.link(file.name, path)
+    finally:
+        Path(file.name).unlink(missing_ok=True)
+
+
+def _kept(path: Path, count: int) -> int | None:
+    """Return the place of the candidate that a file names, of `count` candidates; None if it names none."""
+    place = _read(path).get("tile")
+    return place if place in range(count) else None
 
 
 def _read(path: Path) -> dict[str, Any]:
     """Return the contents of a file, empty if it is missing or damaged."""
     try:
         row = json.loads(path.read_text())
-        return row if isinstance(row["tile"], int) and isinstance(row["sentence"], str) else {}
-    except (OSError, ValueError, TypeError, KeyError):
+        sound = isinstance(row["tile"], int) and row["sentence"].isprintable()
+        return row if sound else {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}
 
 

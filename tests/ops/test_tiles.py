@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import attention, band, hyper_connection, scoring, selection
+from calls import attention, band, cast, hyper_connection, scoring, selection
 from check import assert_agrees, assert_as_good_as_eager
 
 import gsm_kernels
@@ -83,7 +83,13 @@ def test_while_kernels_are_built_or_a_graph_is_captured_nothing_is_timed(timed, 
         assert choose(timed, SLOW, FAST) == FAST, "the backward is built as it will run"
 
 
-@pytest.mark.parametrize("damage", ["", "[]", '{"tile": 7, "sentence": ""}', '{"tile": "1", "sentence": ""}'])
+DAMAGED = [
+    *("", "[]", "[" * 200_000, '{"tile": 7, "sentence": ""}', '{"tile": "1", "sentence": ""}'),
+    '{"tile": 0, "sentence": "\\u001b[31m"}',
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGED, ids=range(len(DAMAGED)))
 def test_a_damaged_file_is_written_again(timed, tmp_path, damage):
     choose(timed, SLOW, FAST)
     (path,) = tmp_path.iterdir()
@@ -111,12 +117,29 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(timed, monkeypatch, tmp_p
     assert choose(timed, SLOW, FAST) == FAST
 
 
+@pytest.mark.parametrize("place", [7, -1])
+def test_a_damaged_file_that_cannot_be_replaced_decides_nothing(timed, monkeypatch, tmp_path, place):
+    choose(timed, SLOW, FAST)
+    (path,) = tmp_path.iterdir()
+    path.write_text(json.dumps({"tile": place, "sentence": ""}))
+    tiles._choices.clear()
+
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(tiles, "_keep", refuse)
+    assert choose(timed, FAST, FAST) == FAST and choose(timed, SLOW, FAST) == FAST
+
+
+def test_models_of_other_widths_have_choices_of_their_own(timed):
+    """The candidates of mHC depend on the width, which is not among the sizes."""
+    assert choose(timed, SLOW, FAST) == FAST and choose(timed, FAST, SLOW) == FAST and len(timed) == 4
+
+
 def test_the_choices_are_told_with_their_times(timed, monkeypatch):
-    assert (
-        tiles.describe() == ["every kernel takes its first tile, because none can be timed without a GPU and Triton"]
-        or torch.cuda.is_available()
-    )
+    assert "every kernel takes its first tile" in tiles.describe()[0] or torch.cuda.is_available()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tiles, "missing", lambda: None)
     monkeypatch.setattr(tiles, "triton_version", lambda: "3.7.1")
     assert "none is timed yet" in tiles.describe()[0]
     choose(timed, SLOW, FAST, (1.0, 8))
@@ -165,3 +188,19 @@ def test_the_last_candidate_of_the_search_finds_the_same_slots(monkeypatch):
     monkeypatch.setattr(module, "fastest", lambda kernel, candidates, *_: candidates[-1])
     call = selection(ratio=1, k=5, entries=80, rows=66, heads=3, batch=1)
     assert_agrees(gsm_kernels.index_top_k, call, torch.float16)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_choice_is_kept_and_two_calls_agree_to_the_bit(monkeypatch, tmp_path):
+    monkeypatch.setattr(tiles, "folder", lambda: tmp_path)
+    monkeypatch.setattr(tiles, "_choices", {})
+    call = {
+        name: value.cuda() if isinstance(value, torch.Tensor) else value
+        for name, value in cast(
+            hyper_connection(width=512, batch=4, rows=1024, like_a_model=True), torch.bfloat16
+        ).items()
+    }
+    first = gsm_kernels.mhc_boundary(**call)
+    assert list(tmp_path.glob("*.json")) and "is taken, after" in tiles.describe()[0]
+    tiles._choices.clear()
+    assert all(torch.equal(*pair) for pair in zip(first, gsm_kernels.mhc_boundary(**call), strict=True))

@@ -7,7 +7,9 @@ it. FlashAttention 3 has no sink.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import re
 from collections.abc import Callable
 
 import torch
@@ -24,19 +26,21 @@ CHANNELS = (64, 96, 128)
 
 def missing() -> str | None:
     """Return why it cannot run on this machine, or None."""
-    reason = absent("flash_attn", "flash_attn.cute", with_triton=False)
-    if reason is not None:
-        return reason
+    return absent("flash_attn", "flash_attn.cute", with_triton=False) or _too_old()
+
+
+@functools.cache
+def _too_old() -> str | None:
+    """Return why the installed release, or this GPU, has no gradient for a sink, or None."""
     release = version("flash-attn-4")
     if release is None:
         return "flash-attn-4 is not installed"
-    beta = release.removeprefix("4.0.0b")
-    if release.startswith("4.0.0b") and beta.isdigit() and int(beta) < OLDEST:
-        return f"flash-attn-4 {release} has no gradient for sinks. Use 4.0.0b{OLDEST} or later"
-    capability = torch.cuda.get_device_capability()
-    return (
-        None if capability[0] in (9, 10) else "flash-attn-4 has gradients for sinks on Hopper and Blackwell GPUs only"
-    )
+    beta = re.fullmatch(r"4\.0\.0b(\d+)", release)
+    if int(beta[1]) < OLDEST if beta else re.fullmatch(r"\d+(\.\d+)*", release) is None:
+        return f"flash-attn-4 {release} may have no gradient for sinks. Use 4.0.0b{OLDEST} or a later release"
+    if torch.cuda.get_device_capability()[0] not in (9, 10):
+        return "flash-attn-4 has gradients for sinks on Hopper and Blackwell GPUs only"
+    return None
 
 
 def refuses(inputs: Inputs) -> str | None:
