@@ -1,7 +1,7 @@
 """Read the description of a tokenizer, a tokenizer.json, and give it to the library.
 
-A damaged number can make the library ask for all memory and end the process. The numbers whose memory it allocates are
-checked first.
+A damaged number can make the library ask for all memory and end the process. The ids, whose memory it allocates, are
+checked first. SentencePiece's table of characters begins with such a number: it is refused.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def read_description(given: str) -> dict[str, Any]:
 def description(text: str) -> dict[str, Any]:
     """Return the content of a tokenizer.json after the checks.
 
-    Raise ValueError: it is not JSON, has no model, or has an id that no tokenizer needs.
+    Raise ValueError: it is not JSON, has no model, or has an id or a table that no tokenizer needs.
     """
     if len(text) > LARGEST:
         raise ValueError(f"it is larger than {LARGEST:,} bytes")
     try:
-        content = json.loads(text)
+        content = json.loads(text, object_hook=_without_table)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
@@ -126,6 +126,12 @@ def _check_ids(content: Mapping[str, Any]) -> None:
     for token in ids:
         if type(token) is not int or not 0 <= token < IDS:
             raise ValueError(f"it has the id {token!r:.40}; ids lie between 0 and {IDS - 1}")
+
+
+def _without_table(part: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(part.get("precompiled_charsmap", 0), int):  # a number is the id of a piece of this name
+        raise ValueError("it has a precompiled_charsmap, as SentencePiece's. Use a byte-level one, as of GPT-2")
+    return part
 
 
 def _type(part: Any) -> Any:
