@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import runpy
@@ -18,6 +19,7 @@ from test_train_cli import arguments
 from gsm.config.compose import compose
 from gsm.evaluation import commands
 from gsm.evaluation import held_out as script
+from gsm.evaluation.checkpoints import progress
 from gsm.evaluation.held_out import HeldOut, buckets, measure, positions, token_losses
 from gsm.paths import ROOT
 from gsm.training.run import train
@@ -250,6 +252,15 @@ def test_a_folder_without_runs_is_explained(tmp_path: Path):
         SystemExit, match="^error: checkpoint=.* is not allowed because there is no checkpoint, and no run below it"
     ):
         commands.call([f"checkpoint={tmp_path}"])
+
+
+def test_a_log_has_a_bar_of_progress_every_thirty_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The last lines of a log were bars, ten a second."""
+    monkeypatch.setattr("tqdm.std.time", itertools.count().__next__)  # a second later at every look
+    assert list(progress(range(100), 100, "1 of 2: ")) == list(range(100))
+    assert 1 <= capsys.readouterr().err.count("1 of 2: ") <= 4
 
 
 def test_the_script_explains_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -173,5 +174,9 @@ def writing(place: Path) -> Iterator[None]:
 
 
 def progress(parts: Iterable[Any], count: int, note: str = "", unit: str = "sequences") -> Iterable[Any]:
-    """Return the parts, with a bar of progress on stderr if they take longer than three seconds."""
-    return tqdm(parts, note, count, leave=False, unit=f" {unit}", delay=3)
+    """Return the parts, with a bar of progress on stderr if they take longer than three seconds.
+
+    A log has a bar every 30 seconds.
+    """
+    seconds = 0.1 if sys.stderr.isatty() else 30
+    return tqdm(parts, note, count, leave=False, unit=f" {unit}", delay=3, mininterval=seconds)
