@@ -192,5 +192,32 @@ def test_a_document_that_a_task_does_not_fit_is_refused(tmp_path: Path):
     data = tiny_tasks.write(tmp_path / "data")
     with (data / "winogrande_validation.jsonl").open("a") as file:
         file.write('{"sentence": "no gap", "option1": "y", "option2": "z", "answer": "1"}\n')
-    with pytest.raises(ValueError, match="task winogrande cannot be read: "):
+    with pytest.raises(ValueError, match=r"task winogrande cannot be read from .*winogrande_validation\.jsonl: "):
         harness.build(tasks.load("winogrande"), str(data))
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_too_few_answered_documents_of_a_subject_are_refused_before_a_question_is_scored(count: int, tmp_path: Path):
+    data = tiny_tasks.write(tmp_path / "data")
+    rows = [row for row in tiny_tasks.ROWS["mmlu_dev"] if row["subject"] == "astronomy"]
+    rows += [row for row in tiny_tasks.ROWS["mmlu_dev"] if row["subject"] == "anatomy"][:count]
+    (data / "mmlu_dev.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with pytest.raises(
+        ValueError, match=rf"mmlu_dev\.jsonl .* it has {count} documents of mmlu_anatomy, and 5 are shown"
+    ):
+        harness.build(tasks.load("mmlu"), str(data))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, r"blimp\.jsonl is not allowed because its documents have no UID"),  # it ended in a bare KeyError
+        ({"UID": "x"}, r"from .*blimp\.jsonl: ValueError: lm-evaluation-harness has no task blimp_x$"),
+    ],
+)
+def test_a_document_without_a_known_subtask_is_refused(fields: dict[str, str], words: str, tmp_path: Path):
+    data = tiny_tasks.write(tmp_path / "data")
+    document = {**fields, "sentence_good": "She sees.", "sentence_bad": "She see."}
+    (data / "blimp.jsonl").write_text(f"{json.dumps(document)}\n")
+    with pytest.raises(ValueError, match=words):
+        harness.build(tasks.load("blimp"), str(data))

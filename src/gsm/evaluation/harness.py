@@ -103,20 +103,24 @@ def build(task: Task, data: str = "", limit: int = 0) -> list[Any]:
         limit: largest number of documents of a file, spread evenly over it; 0: all.
 
     Raises:
-        ValueError, FileNotFoundError: the task or its documents cannot be used; the message names them.
+        ValueError, FileNotFoundError: the task or its documents cannot be used; the message names the files.
     """
     paths, name = task.paths(data), task.harness or task.name
     parts = _parts(task, paths, limit) if paths else {}
     manager = _manager(task)
     group = {"group": f"local_{name}", "task": [{"task": part, "custom_dataset": of} for part, of in parts.items()]}
     try:
+        for unknown in parts.keys() - set(manager.all_tasks):
+            raise ValueError(f"lm-evaluation-harness has no task {unknown}")
         built: list[Any] = list(manager.load([group if parts else name])["tasks"].values())
         metrics = built[0].aggregation()
         for local in built if parts else ():
             for document in local.eval_docs:
                 local.construct_requests(doc=document, ctx=local.fewshot_context(document, num_fewshot=0))
     except Exception as error:  # the harness's own, of documents that a task does not fit
-        raise ValueError(f"task {task.name} cannot be read: {' '.join(str(error).split())}") from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        files = f" from {', '.join(map(str, paths.values()))}" if paths else ""
+        raise ValueError(f"task {task.name} cannot be read{files}: {reason}") from error
     if built[0].OUTPUT_TYPE not in KINDS or "acc" not in metrics:
         raise ValueError(
             f"task {task.name} is not allowed because its table needs acc by log-likelihoods, and it has "
@@ -222,6 +226,10 @@ def _parts(task: Task, paths: Mapping[str, Path], limit: int) -> dict[str, Any]:
     parts: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for split in ("test", *(other for other in paths if other != "test")):
         rows = tasks.documents(paths[split])
+        if task.subtask and task.subtask not in rows[0]:  # nor in any other: documents have the same fields
+            raise ValueError(
+                f"{paths[split]} is not allowed because its documents have no {task.subtask}. Fetch it again."
+            )
         if limit and split == "test":
             count = min(limit, len(rows))
             rows = [rows[index * len(rows) // count] for index in range(count)]
@@ -229,6 +237,13 @@ def _parts(task: Task, paths: Mapping[str, Path], limit: int) -> dict[str, Any]:
             part = f"{name}_{row[task.subtask]}" if task.subtask else name
             if split == "test" or part in parts:
                 parts.setdefault(part, {}).setdefault(split, []).append(row)
+    for part, splits in parts.items():
+        for split in paths.keys() - {"test"}:
+            if (count := len(splits.get(split, ()))) < (task.shots or 0):
+                raise ValueError(
+                    f"{paths[split]} is not allowed because it has {count} documents of {part}, and {task.shots} are "
+                    "shown before a question. Fetch it again."
+                )
     return {part: _source(splits) for part, splits in parts.items()}
 
 
