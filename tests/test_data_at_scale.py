@@ -12,12 +12,14 @@ import torch
 from packed import pack
 from torch import Tensor
 
+from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import instantiate_data
 from gsm.data import reading
 from gsm.data.fineweb import FineWeb, text_data
 from gsm.data.module import TextData
 from gsm.data.reading import Damaged
+from gsm.training.folder import differences
 
 NUMBERS: dict[str, Any] = {"vocabulary": 257, "context": 16, "tokenizer": "bytes"}
 
@@ -148,6 +150,26 @@ def test_a_checkpoint_with_withdrawn_arguments_still_opens_its_data(tmp_path: Pa
     config = compose(["data=folder", f"data.path={tmp_path}", "data.tokenizer=bytes"])
     older = {**config["data"], "on_corrupt": "stop", "longest_line": None, "num_workers": 0, "prepare_workers": None}
     assert instantiate_data(older, None).corpus.root == tmp_path
+
+
+def test_a_withdrawn_argument_that_changed_the_data_is_refused_where_it_has_a_value() -> None:
+    """A model that had learnt numbers of five digits was asked for numbers of two."""
+    config = compose(["data=ruler", "data.template=short", "data.tokenizer=bytes"])
+    older = {**config, "data": {**config["data"], "digits": None, "increment": None}}
+    assert instantiate_data(older["data"], None) and not differences(older, config)
+    older["data"]["digits"] = 5
+    with pytest.raises(ConfigError, match="data.digits=5 is not allowed .* Use commit 6d55fff"):
+        instantiate_data(older["data"], None)
+    assert differences(older, config) == ["data.digits (5 there, nothing here)"]
+
+
+def test_data_of_ones_own_may_have_an_argument_of_a_withdrawn_name() -> None:
+    assert instantiate_data({"_target_": f"{__name__}.Own", "num_workers": 4}, None).num_workers == 4
+
+
+class Own:
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
 
 
 def test_trouble_of_the_system_is_not_taken_for_damage(web: Path, monkeypatch: pytest.MonkeyPatch) -> None:

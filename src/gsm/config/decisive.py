@@ -8,7 +8,6 @@ WATCHING = {"throughput", "progress", "best", "latest", "charts", "pictures", "p
 IDLE = {
     "data.cache_dir",
     *("data.on_corrupt", "data.longest_line", "data.num_workers", "data.prepare_workers"),  # older runs have them
-    *("data.digits", "data.increment"),  # older runs have them
     *("trainer.log_every_n_steps", "trainer.val_check_interval", "trainer.check_val_every_n_epoch"),
     *("trainer.limit_val_batches", "trainer.num_sanity_val_steps"),
 }

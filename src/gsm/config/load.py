@@ -30,9 +30,9 @@ from gsm.training.distributed import shards
 from gsm.training.resume import ENTRIES, FORMAT, STATE
 
 LAST = "checkpoints/last.ckpt"  # in the folder of a run
-WITHDRAWN = (  # arguments of data that older checkpoints name
-    *("on_corrupt", "longest_line", "digits", "increment", "num_workers", "prepare_workers"),
-)
+# Arguments of data that older checkpoints name, and those of them that changed the data.
+WITHDRAWN = {"on_corrupt", "longest_line", "digits", "increment", "num_workers", "prepare_workers"}
+CHANGING = ("digits", "increment")
 NUMBER = (int, float)
 NONE = type(None)
 # The kind of every entry of a checkpoint, as `gsm.files.misshapen` reads it. The keys in `NEEDED` have to be there.
@@ -372,7 +372,14 @@ def instantiate(node: Mapping[str, Any], place: str, **arguments: Any) -> Any:
 
 def instantiate_data(node: Mapping[str, Any], tokenizer: Tokenizer | None) -> Any:
     """Build data. Text is read with this tokenizer rather than its own. Raises ConfigError."""
-    node = {key: value for key, value in node.items() if key not in WITHDRAWN}
+    older = WITHDRAWN if node["_target_"].startswith("gsm.") else set()  # data of one's own keep theirs
+    for key in CHANGING:
+        if key in older and node.get(key) is not None:
+            raise ConfigError(
+                f"data.{key}={node[key]} is not allowed because RULER's template has this number now. Use commit "
+                "6d55fff for this checkpoint."
+            )
+    node = {key: value for key, value in node.items() if key not in older}
     if "tokenizer" not in node or tokenizer is None:
         return instantiate(node, "data")
     others = {key: value for key, value in node.items() if key not in ("tokenizer", "end_of_text")}
