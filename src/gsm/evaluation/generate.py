@@ -5,14 +5,17 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from gsm.config.check import ConfigError
 from gsm.config.load import load_model, load_tokenizer, usable
+from gsm.costs.model import cost
+from gsm.costs.room import GUESS, Room, available_bytes, out_of_memory
 from gsm.data.reading import utf8
 from gsm.data.tokenizer import Tokenizer
-from gsm.engine import Engine
+from gsm.engine import CHUNK, Engine
 from gsm.errors import within
 from gsm.files import read_text
 from gsm.models.base import LanguageModel
@@ -42,6 +45,7 @@ def generate(
 
     Raises:
         ConfigError, FileNotFoundError: a value out of range, or a file that cannot be used; the message names it.
+            Also where memory runs out: the message has the number of tokens that fit.
     """
     _check(prompt, max_new_tokens, temperature, top_p)
     device = usable(device)
@@ -72,13 +76,30 @@ def pieces(
     """Yield the new text in whole characters; ends with the model's end of text."""
     decoder = tokenizer.stream()
     ids = tokenizer.encode(prompt) or [tokenizer.end_of_text]
-    engine = Engine(model, capacity=len(ids) + max_new_tokens - 1)
-    for token_B in engine.stream(ids, max_new_tokens, temperature, top_p, generator):
-        token = int(token_B)
-        if token == tokenizer.end_of_text:
-            break
-        yield decoder.push(token)
+    capacity = len(ids) + max_new_tokens - 1
+    with _room(model, capacity):
+        engine = Engine(model, capacity=capacity)
+        for token_B in engine.stream(ids, max_new_tokens, temperature, top_p, generator):
+            token = int(token_B)
+            if token == tokenizer.end_of_text:
+                break
+            yield decoder.push(token)
     yield decoder.finish()
+
+
+@contextmanager
+def _room(model: LanguageModel, tokens: int) -> Iterator[None]:
+    """Turn an exhausted memory inside the block into an error with the number of tokens that fit."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        weight, costs = model.embedding.weight, cost(model)
+        memory = lambda tokens: costs.cache_bytes(tokens, weight.dtype, capacity=tokens).total()  # noqa: E731
+        room = Room(memory, CHUNK, batch=1, each=GUESS * model.dim * weight.itemsize)
+        refusal = room.refusal(tokens, available_bytes(weight.device), tried=True)
+        raise ConfigError(f"{refusal}; prompt and new tokens are {tokens:,}. Use fewer of both.") from error
 
 
 def _check(prompt: str, max_new_tokens: int, temperature: float, top_p: float) -> None:
