@@ -14,10 +14,11 @@ import torch
 
 from gsm.data import reading, tokens
 from gsm.data.corpus import Corpus
+from gsm.data.ids import Encoded, read_index, write_ids
 from gsm.data.module import TextData
 from gsm.data.reading import Piece
 from gsm.data.tokenizer import Tokenizer
-from gsm.data.tokens import Split, find_or_encode, find_or_train, sample
+from gsm.data.tokens import Split, encode_parcel, find_or_encode, find_or_train, sample
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,29 @@ def test_an_interrupted_encoding_leaves_no_index_and_begins_again(
     split = find_or_encode(corpus, "train", tokenizer, tmp_path)
     assert content(split) == content(whole)
     assert (split.tokens, split.bytes, split.spelled) == (whole.tokens, whole.bytes, whole.spelled)
+
+
+def test_two_writers_without_a_lock_write_the_same(
+    corpus: Corpus, tokenizer: Tokenizer, whole: Split, tmp_path: Path
+) -> None:
+    """A second process starts while the first has written a part, and the first goes on when it is done."""
+    parcels = [encode_parcel([piece], tokenizer) for piece in corpus.pieces("train")]
+    facts: dict[str, Any] = {"lengths_V": tokenizer.token_lengths_V, "dtype": whole.dtype}
+
+    def complete(rest: list[Encoded]) -> Iterator[Encoded]:
+        for parcel in rest:
+            assert (tmp_path / "ids.bin").read_bytes() == content(whole)
+            yield parcel
+
+    def first() -> Iterator[Encoded]:
+        yield parcels[0]
+        write_ids(tmp_path, parcels, **facts)
+        yield from complete(parcels[1:])
+
+    index = write_ids(tmp_path, first(), **facts)
+    assert read_index(tmp_path) == index
+    assert write_ids(tmp_path, complete(parcels), **facts) == index, "a third one shortens nothing that others read"
+    assert (tmp_path / "ids.bin").read_bytes() == content(whole)
 
 
 @pytest.mark.parametrize("limit", [1000, 2000, 2001])
