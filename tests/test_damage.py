@@ -84,7 +84,6 @@ def test_a_flipped_bit_in_a_weight_is_found_wherever_a_checkpoint_is_used(home: 
 
 STATE = "optimizer_states"
 KEPT = "training_state"
-OTHER, ELSEWHERE = "the settings of its optimiser are others", "its schedule stands elsewhere"
 CHANGES: dict[str, tuple[Callable[[dict], object], str]] = {
     "a moment of another shape": (
         lambda saved: saved[STATE][0]["state"][0].update(exp_avg=torch.zeros(3)),
@@ -120,20 +119,23 @@ CHANGES: dict[str, tuple[Callable[[dict], object], str]] = {
     ),
     "a group that trains uphill": (
         lambda saved: saved[STATE][0]["param_groups"][0].update(maximize=True),
-        OTHER,
+        r"maximize of its optimiser's group \w+ is True, but has to be False",
     ),
     "another weight decay": (
         lambda saved: saved[STATE][0]["param_groups"][0].update(weight_decay=50.0),
-        OTHER,
+        r"weight_decay of its optimiser's group \w+ is 50.0, but has to be 0\.\d+",
     ),
     "a group less": (
         lambda saved: saved[STATE][0]["param_groups"].pop(),
-        OTHER,
+        r"its optimiser has \d groups, but has to have \d",
     ),
-    "another rate": (lambda saved: saved["lr_schedulers"][0].update(base_lrs=[9.0]), ELSEWHERE),
+    "another rate": (
+        lambda saved: saved["lr_schedulers"][0].update(base_lrs=[9.0]),
+        r"the rates of its schedule are \[9.0\], but have to be \[0\.\d+",
+    ),
     "another place in the schedule": (
         lambda saved: saved["lr_schedulers"][0].update(last_epoch=9999),
-        ELSEWHERE,
+        r"its schedule is at step 9999, but has to be at step \d",
     ),
     "no schedule": (lambda saved: saved.pop("lr_schedulers"), "does not say where its training stood"),
     "no counters": (lambda saved: saved.pop("loops"), "loops is missing"),

@@ -25,13 +25,16 @@ RATES = ("lr", "initial_lr")  # of a group of the optimiser: they follow from th
 HALVES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}  # dtype of all parameters with this precision
 
 
-def refuse_other_state(path: Path, task: LanguageModeling, precision: str | None) -> None:
+def refuse_other_state(
+    path: Path, task: LanguageModeling, precision: str | None, remedy: str = "resume=never to start over"
+) -> None:
     """Compare names, shapes and dtypes in a checkpoint with those of a model and of its optimiser's parameters.
 
     Args:
         path: path of the checkpoint; its tensors stay on the disk.
         task: module with the model, before it is divided, or converted to the trainer's precision.
         precision: the trainer's precision, as it was chosen.
+        remedy: the values to use instead, for the error.
 
     Raises CheckpointError, which names the entries that do not fit.
     """
@@ -61,9 +64,7 @@ def refuse_other_state(path: Path, task: LanguageModeling, precision: str | None
     if not wrong:  # if the checkpoint is in parts, each rank reads its own share
         wrong = [f"{name} is not finite" for name in not_finite(tensors)]
     if wrong:
-        raise CheckpointError(
-            f"training cannot go on from {path} because {few(wrong)}. Use resume=never to start over."
-        )
+        raise CheckpointError(f"training cannot go on from {path} because {few(wrong)}. Use {remedy}.")
 
 
 def _described(tensors: Mapping[str, Tensor]) -> shards.Described:
@@ -108,11 +109,18 @@ def _wrong_settings(checkpoint: Mapping[str, Any], optimizer: torch.optim.Optimi
     """Yield a sentence for an optimiser or a schedule that the configuration would not have at this step."""
     (state,), (schedule,) = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
     saved, groups = state["param_groups"], optimizer.state_dict()["param_groups"]
-    settings = [(group, key) for group in range(len(groups)) for key in groups[group] if key not in RATES]
-    if len(saved) != len(groups) or any(_plain(saved[i].get(key)) != _plain(groups[i][key]) for i, key in settings):
-        yield "the settings of its optimiser are others"
-    if (schedule["base_lrs"], schedule["last_epoch"]) != ([group["lr"] for group in groups], checkpoint["global_step"]):
-        yield "its schedule stands elsewhere"
+    if len(saved) != len(groups):
+        yield f"its optimiser has {len(saved)} groups, but has to have {len(groups)}"
+    for there, here in zip(saved, groups, strict=False):
+        for key in here:
+            if key not in RATES and _plain(there.get(key)) != _plain(here[key]):
+                group = f"of its optimiser's group {here['name']}"
+                yield f"{key} {group} is {there.get(key, 'missing')!s:.40}, but has to be {here[key]!s:.40}"
+    rates, step = [group["lr"] for group in groups], checkpoint["global_step"]
+    if schedule["base_lrs"] != rates:
+        yield f"the rates of its schedule are {schedule['base_lrs']!s:.40}, but have to be {rates!s:.40}"
+    if schedule["last_epoch"] != step:
+        yield f"its schedule is at step {schedule['last_epoch']!s:.40}, but has to be at step {step}"
 
 
 def _plain(value: Any) -> Any:
