@@ -217,6 +217,25 @@ def test_one_rank_looks_at_an_earlier_run_and_moves_it_once(
     assert read_checkpoint(home / f"logs/{name}/gsm/seed0")["global_step"] == 3
 
 
+def no_move() -> None:
+    """The leading rank cannot move an earlier run."""
+
+    def refuse(_: Any) -> Any:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), "moved")
+
+    training.make_room = refuse
+
+
+def test_an_earlier_run_that_cannot_be_moved_ends_all(home: Path, processes: Any):
+    """The others went on to train, and waited for the leading rank."""
+    assert run(processes, home, "stays", "ddp", no_death, "trainer.max_steps=2")[0] == [0, 0]
+    codes, said = run(processes, home, "stays", "ddp", partial(on_rank, 0, no_move), "trainer.max_steps=3")
+    other = (home / "stays-ddp.1").read_text()
+    assert codes == [1, 1]
+    for words in (said, other):
+        assert f"error: moved cannot be written: {os.strerror(errno.EACCES)}" in words
+
+
 def test_what_the_leading_rank_refuses_ends_all(home: Path, processes: Any, whole: Path):
     """They would wait for it."""
     codes, said = run(

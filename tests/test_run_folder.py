@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import json
@@ -31,6 +32,7 @@ from gsm.training import run as fit
 from gsm.training.callbacks.checkpoints import Latest
 from gsm.training.callbacks.interruption import Interrupted
 from gsm.training.callbacks.metrics_file import MetricsFile, read_metrics
+from gsm.training.distributed.shards import DamagedParts
 from gsm.training.folder import Start, differences, finished, make_room, prepare
 from gsm.training.resume import FORMAT, STATE
 from gsm.training.weights import begins
@@ -192,6 +194,61 @@ def test_an_earlier_run_stays_in_its_place_until_the_start_makes_room(tmp_path: 
     changed = config(tmp_path / "run", seed=4)
     assert prepare(changed).moves and finished(config(tmp_path / "run"))
     assert (make_room(changed) / "checkpoints/last.ckpt").is_file() and not last.exists()
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("name", ["last", "best"])
+def test_a_checkpoint_that_would_have_to_make_room_is_no_start(tmp_path: Path, name: str, fresh: bool):
+    """It was moved away, and then not found."""
+    origin = leave(tmp_path / "run", "finished", name)
+    with pytest.raises(
+        ConfigError, match=f"start_from={origin} is not allowed because it lies in the folder of the new"
+    ):
+        prepare(branch(tmp_path / "run", origin, resume="never") | {"start_fresh": fresh})
+    other = branch(tmp_path / "other", origin) | {"start_fresh": fresh}
+    assert prepare(other).checkpoint == (None if fresh else origin)
+
+
+def test_notes_of_hydra_alone_are_no_earlier_run(tmp_path: Path):
+    """Each repetition of a start that Lightning refused moved two yamls to `.replaced`."""
+    (tmp_path / "run/.hydra").mkdir(parents=True)
+    assert not prepare(config(tmp_path / "run")).moves
+
+
+def test_a_branch_keeps_the_curve_of_the_run_that_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The curve was cut at the step of the branch, and then moved."""
+    monkeypatch.setattr(fit.report, "header", lambda *_: "")
+    origin = leave(tmp_path / "old")
+    leave(tmp_path / "run", "finished")
+    file = MetricsFile(tmp_path / "run/metrics.csv")
+    for step in (5, 7, 9):
+        file.log_metrics({"train/loss": 1.0}, step)
+    curve = file.path.read_text()
+    given = branch(tmp_path / "run", origin, resume="never")
+    trainer, summary = SimpleNamespace(loggers=[file]), SimpleNamespace(facts={})
+    parts: Any = SimpleNamespace(config=given, trainer=trainer, data=SimpleNamespace(resumes=True), summary=summary)
+    with contextlib.ExitStack() as stack:
+        fit._begin(parts, prepare(given), stack)
+    assert not file.path.exists()
+    (moved,) = (tmp_path / "logs/.replaced").rglob("metrics.csv")
+    assert moved.read_text() == curve
+
+
+@pytest.mark.parametrize("branches", [True, False])
+def test_parts_that_are_damaged_have_a_remedy_that_helps(tmp_path: Path, branches: bool):
+    """A branch was sent to resume=never, which reads the same parts again."""
+    given = branch(tmp_path / "run", leave(tmp_path / "old")) if branches else config(tmp_path / "run")
+    if not branches:
+        leave(tmp_path / "run")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise DamagedParts("a part is missing")
+
+    trainer = SimpleNamespace(callbacks=[], is_global_zero=False, fit=refuse)
+    parts: Any = SimpleNamespace(config=given, trainer=trainer, task=None, data=None)
+    remedy = "another start_from=, or start_fresh=true" if branches else "resume=never to start over"
+    with pytest.raises(CheckpointError, match=f"^a part is missing; use {remedy}"):
+        fit._fit(parts, prepare(given))
 
 
 def test_a_finished_run_with_another_configuration_is_moved_aside(tmp_path: Path):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from short_runs import BY_MODEL, BYTES, SIZES, typed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -230,6 +231,29 @@ def test_a_second_run_keeps_the_first(
     assert first["val_loss"] == second["val_loss"], "the same configuration trains the same"
     assert "An earlier run in this folder was moved to" in capsys.readouterr().out
     assert (tmp_path / "logs/.replaced/default/gsm/seed0-1/summary.json").is_file()
+
+
+def test_a_run_is_in_its_place_again_where_lightning_refuses_the_next_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A callback without a logger is refused only in `trainer.fit`, when the finished run had made room."""
+    words = [*arguments(tmp_path), "trainer.max_steps=1", "ngrams=false", "sample=false"]
+    first = train(compose(words))
+    monitor = "+callbacks.x._target_=lightning.pytorch.callbacks.LearningRateMonitor"
+    with pytest.raises(ConfigError, match="Cannot use `LearningRateMonitor` callback"):
+        train(compose([*words, "resume=never", "~logger", monitor]))
+    assert "The earlier run was moved back" in capsys.readouterr().out
+    assert train(compose(words)) == first and "is finished already" in capsys.readouterr().out
+    assert not list((tmp_path / "logs/.replaced/default/gsm").iterdir())
+
+
+def test_a_rank_that_is_left_in_the_environment_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Lightning took it for the rank of this process, which wrote no metrics."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(rank_zero_only, "rank", 1)  # as Lightning's import sets it
+    config = compose([*arguments(tmp_path), "trainer.max_steps=1", "ngrams=false", "sample=false"])
+    train(config)
+    assert (Path(config["folder"]) / "metrics.csv").is_file()
 
 
 def test_a_run_that_was_cut_off_after_its_last_step_is_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -44,6 +44,7 @@ class Start:
         finished: this very run lies there, trained to its end, and nothing is left to do.
         moves: whether the files in the folder are of an earlier run, which has to make room (``make_room``).
         reason: the reason of that, for a sentence; empty where the command asks for it.
+        remedy: the values to use where the checkpoint turns out to be damaged, or of another model.
     """
 
     checkpoint: Path | None = None
@@ -52,6 +53,7 @@ class Start:
     finished: bool = False
     moves: bool = False
     reason: str = ""
+    remedy: str = "resume=never to start over"
 
 
 def prepare(
@@ -71,7 +73,7 @@ def prepare(
 
     Raises:
         CheckpointError: the checkpoint to go on from cannot be read, or is of another configuration or other data.
-        ConfigError: the folder holds files that are no run's.
+        ConfigError: the folder holds files that are no run's, or an earlier run there has the checkpoint to start from.
         OSError: the folder cannot be written to.
     """
     folder = Path(config["folder"])
@@ -234,21 +236,25 @@ def _trained_otherwise(
 
 def _over(config: Mapping[str, Any], fingerprint: Fingerprint | None, world: int) -> Start:
     """Start from nothing, or as a branch from its checkpoint. Raises ConfigError for files that are not a run's."""
-    start = Start()
-    if weights.is_branch(config):
-        path = checkpoint_file(config["start_from"])
-        start = _branch(path, config, fingerprint, world)
-    return _making_room(start, Path(config["folder"]))
+    path = checkpoint_file(config["start_from"]) if config.get("start_from") else None
+    start = _branch(path, config, fingerprint, world) if path and weights.is_branch(config) else Start()
+    return _making_room(start, Path(config["folder"]), path)
 
 
-def _making_room(start: Start, folder: Path) -> Start:
-    """Return the start with a note of whether files have to move. Raises ConfigError for files that are not a run's."""
-    names = {path.name for path in _contents(folder)}
+def _making_room(start: Start, folder: Path, source: Path | None) -> Start:
+    """Return the start with a note of whether files have to move. Raises ConfigError for files that are not a run's,
+    or if the checkpoint to start from, ``source``, is among them."""
+    names = {path.name for path in _contents(folder)} - {".hydra"}  # the notes of a start that Lightning refused
     foreign = sorted(name for name in names if not LEFT.fullmatch(name))
     if foreign and not names & MARKS:
         raise ConfigError(
             f"folder={folder} is not allowed because it holds {few(foreign)}, which no run has written. Use an empty "
             "folder=."
+        )
+    if names and source and folder.resolve() in source.resolve().parents:
+        raise ConfigError(
+            f"start_from={source} is not allowed because it lies in the folder of the new run, whose files make room. "
+            "Use another name= or arm=."
         )
     return replace(start, moves=bool(names))
 
@@ -267,7 +273,7 @@ def _branch(path: Path, config: Mapping[str, Any], fingerprint: Fingerprint | No
             f"trainer.max_steps={steps} is not allowed because {path} is of step {step} already. Use {step} or "
             f"more, or {remedy}."
         )
-    return Start(path, f"Going on from {path}, step {step}.", step)
+    return Start(path, f"Going on from {path}, step {step}.", step, remedy=f"another start_from=, or {remedy}")
 
 
 def sequences_a_step(config: Mapping[str, Any], world: int) -> int | None:
@@ -332,6 +338,23 @@ def make_room(config: Mapping[str, Any]) -> Path:
     for path in sorted(_contents(folder), key=lambda path: (path.name == "summary.json", path.name != "checkpoints")):
         shutil.move(path, target / path.name)
     return target
+
+
+@contextlib.contextmanager
+def moving_back(folder: Path, moved: Path) -> Iterator[None]:
+    """Move an earlier run back into its folder where a new run is refused before it has left a result there."""
+    try:
+        yield
+    except ConfigError:
+        left = _contents(folder)
+        if not {path.name for path in left} & {"checkpoints", "metrics.csv"}:
+            for path in left:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            for path in moved.iterdir():
+                shutil.move(path, folder / path.name)
+            moved.rmdir()
+            print(f"The earlier run was moved back to {folder}.", flush=True)
+        raise
 
 
 def _contents(folder: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from gsm.analysis import overlap
@@ -47,7 +48,7 @@ from gsm.training.callbacks.summary import Summary
 from gsm.training.callbacks.tensorboard import Hyperparameters
 from gsm.training.distributed import ranks, shards
 from gsm.training.distributed.sharded import Sharded
-from gsm.training.folder import Start, identity, locked, make_room, note, prepare, sequences_a_step
+from gsm.training.folder import Start, identity, locked, make_room, moving_back, note, prepare, sequences_a_step
 from gsm.training.heap import keep_freed
 from gsm.training.module import LanguageModeling
 from gsm.training.optimizer import AdamW
@@ -87,6 +88,8 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     quiet()
     leads, folder = ranks.rank() == 0, Path(config["folder"])
+    if leads:  # Lightning may have read another number from a RANK that is left in the environment
+        rank_zero_only.rank = 0  # pyright: ignore[reportFunctionMemberAccess]
     meet(config)
     values = {key: value for key, value in flat(config).items() if key not in LOCAL}
     ranks.compare(lambda: values, lambda key: (not decides(key), key))
@@ -111,18 +114,7 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
         model = build_model(config)  # before data are read: it may refuse its values
         ranks.compare(lambda: {f"the data's {key}": value for key, value in data().fingerprint().items()})
         parts = assemble(config, start, data(), model, optimizer, trainer, summary)
-        if leads:  # nothing has refused its values: now an earlier run makes room
-            sentences = [start.sentence]
-            if start.moves:
-                sentences.insert(0, f"An earlier run in this folder was moved to {make_room(config)}{start.reason}.")
-            note(folder, config)
-            if config.get("start_from") and not start.checkpoint:
-                sentences.append(weights.describe_start(config["start_from"]))
-            if start.checkpoint and not parts.data.resumes:
-                sentences.append("Its data start over, since they cannot go on where they were (see gsm.data.base).")
-            print(
-                report.header(config, summary.facts, trainer, parts.data, " ".join(filter(None, sentences))), flush=True
-            )
+        ranks.agreed(lambda: _begin(parts, start, stack) if leads else None)  # an error ends all ranks
         _fit(parts, start)
         return _conclude(parts) if leads else dict(summary.facts)
 
@@ -156,7 +148,7 @@ def assemble(
     trainer: lightning.Trainer,
     summary: Summary,
 ) -> Parts:
-    """Put the parts together: the weights to start from, the facts of the summary, the step to which loggers go back.
+    """Put the parts together: the weights to start from, and the facts of the summary.
 
     Raises ConfigError for parts that do not fit together, CheckpointError for a checkpoint of other parts.
     """
@@ -199,11 +191,31 @@ def assemble(
     if trainer.strategy.root_device.type == "cpu":
         keep_freed()
     if start.checkpoint:
-        refuse_other_state(start.checkpoint, task, config["trainer"].get("precision"))
-        for logger in trainer.loggers:
-            if callable(rewind := getattr(logger, "rewind", None)):
-                rewind(start.step)
+        refuse_other_state(start.checkpoint, task, config["trainer"].get("precision"), start.remedy)
     return Parts(config, data, model, task, trainer, summary)
+
+
+def _begin(parts: Parts, start: Start, stack: contextlib.ExitStack) -> None:
+    """Let an earlier run make room, take the loggers back to the step of the start, note and print the new run.
+
+    So far nothing has refused its values. Where Lightning still does, closing ``stack`` moves the earlier run back.
+    """
+    config, folder = parts.config, Path(parts.config["folder"])
+    sentences = [start.sentence]
+    if config.get("start_from") and not start.checkpoint:
+        sentences.append(weights.describe_start(config["start_from"]))
+    if start.checkpoint and not parts.data.resumes:
+        sentences.append("Its data start over, since they cannot go on where they were (see gsm.data.base).")
+    if start.moves:
+        moved = make_room(config)
+        stack.enter_context(moving_back(folder, moved))
+        sentences.insert(0, f"An earlier run in this folder was moved to {moved}{start.reason}.")
+    for logger in parts.trainer.loggers if start.checkpoint else ():
+        if callable(rewind := getattr(logger, "rewind", None)):
+            rewind(start.step)
+    note(folder, config)
+    sentence = " ".join(filter(None, sentences))
+    print(report.header(config, parts.summary.facts, parts.trainer, parts.data, sentence), flush=True)
 
 
 def _fit(parts: Parts, start: Start) -> None:
@@ -240,7 +252,7 @@ def _fit(parts: Parts, start: Start) -> None:
             say_farewell()
         raise SystemExit(_exit_code(stop)) from stop
     except shards.DamagedParts as error:
-        raise CheckpointError(f"{error}; resume=never starts over") from error
+        raise CheckpointError(f"{error}; use {start.remedy}") from error
 
 
 def _exit_code(stop: SystemExit) -> int:
