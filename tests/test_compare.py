@@ -67,7 +67,7 @@ def test_arms_come_in_the_experiments_order_with_paired_differences(experiment: 
 
 
 def test_the_variant_that_leads_is_the_first_arm_of_the_experiments_description(tmp_path: Path):
-    """`${variants:...}` is unresolved in .hydra, where arms would come in the order of the alphabet."""
+    """`${variants:...}` was unresolved in .hydra, so that arms came in the order of the alphabet."""
     arms = "arms: ${variants:model/residual,plain}\n"
     text = TOY[: TOY.index("arms:")] + arms + TOY[TOY.index("seeds:") :]
     contents = composed(tmp_path, "seeds=1", text=text).contents()

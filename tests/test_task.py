@@ -247,19 +247,46 @@ def test_a_step_that_is_not_finite_stops_the_run_and_is_not_saved(tmp_path: Path
     assert all(value.isfinite().all() for value in last["state_dict"].values())
 
 
-def test_a_broken_step_is_found_at_the_end_of_its_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As on a GPU, where nothing is read back before."""
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where nothing is read back at the step itself."""
     whole = LanguageModeling._refuse_broken
 
-    def late(self: LanguageModeling, name: str, value: Tensor) -> None:
+    def look(self: LanguageModeling, name: str, value: Tensor) -> None:
         whole(self, name, value if "up to" in name else torch.ones(()))
 
-    monkeypatch.setattr(LanguageModeling, "_refuse_broken", late)
+    monkeypatch.setattr(LanguageModeling, "_refuse_broken", look)
+
+
+class Unlearned(Bigram):
+    """Has an infinite loss without a gradient."""
+
+    def forward(self, tokens: Tensor, documents: Tensor, targets: Tensor) -> SimpleNamespace:
+        out = super().forward(tokens, documents, targets)
+        return SimpleNamespace(**vars(out) | {"losses": {"balance": torch.tensor(torch.inf)}})
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(Breaking("loss"), "loss"), (Breaking("gradient norm"), "gradient norm"), (Unlearned(), "loss")],
+    ids=["loss", "gradient", "loss without a gradient"],
+)
+def test_a_broken_step_is_found_at_the_end_of_its_interval(tmp_path: Path, late: None, model: nn.Module, name: str):
     batches = [a_batch(seed=i) for i in range(8)]
-    for number, batch in enumerate(batches):
-        batch["tokens"][0, 0] = 7 if number == 5 else 8
-    with pytest.raises(FloatingPointError, match="because the gradient norm of a step up to 6 is not finite"):
-        fit(make_trainer(tmp_path, 8, log_every_n_steps=2), make_task(Breaking("loss")), batches)
+    batches[5]["tokens"][0, 0] = 7
+    last = 2 if isinstance(model, Unlearned) else 6
+    with pytest.raises(FloatingPointError, match=f"because the {name} of a step up to {last} is not finite"):
+        fit(make_trainer(tmp_path, 8, log_every_n_steps=2), make_task(model), batches)
+
+
+def test_a_model_that_broke_inside_of_an_interval_is_not_saved(tmp_path: Path, late: None):
+    """A run that was stopped there, by a callback, wrote its weights of NaN over a sound checkpoint."""
+    batches = [a_batch(seed=i) for i in range(8)]
+    batches[5]["tokens"][0, 0] = 7
+    saving = [StopAfter(7), Latest(tmp_path / "last.ckpt", 1e-9, 1e9)]
+    with pytest.raises(FloatingPointError, match="a step up to 7 is not finite.*no checkpoint has this step"):
+        fit(make_trainer(tmp_path, 8, saving, log_every_n_steps=4), make_task(Breaking("loss")), batches)
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 4
 
 
 class Dropping(Bigram):

@@ -368,7 +368,7 @@ def _in_order(folder: Path) -> list[RunSummary]:
 def _contents(folder: Path) -> dict[str, Any]:
     """Return ``arms`` and ``table`` of the experiment's last command; empty where its runs were started one by one.
 
-    They are not read from ``.hydra``, because ``${variants:...}`` is unresolved there.
+    They are not read from ``.hydra``, which has no tuned values.
     """
     return read_json(folder / CONTENTS) or {}
 

@@ -63,6 +63,8 @@ class LanguageModeling(lightning.LightningModule):
         self.register_buffer("token_bytes_V", token_bytes_V, persistent=False)
         self.train_means, self.val_means = Means(), Means()  # means over a logging interval, over a validation
         self._over_targets = OverTargets()
+        # 0 x the sum of all losses, and of all gradient norms, since the last look: NaN where one was not finite.
+        self._broken: dict[str, Tensor] = {}
         self._load_LE: Tensor | None = None  # loads of the experts in the step so far
         self.compiles = compile
         if compile:
@@ -124,6 +126,7 @@ class LanguageModeling(lightning.LightningModule):
         loss = loss + sum(out.losses.values())
         if self.trainer.accumulate_grad_batches > 1:
             loss = self._over_targets.weigh(loss, total)
+        self._note("loss", loss)
         if world == 1 and loss.device.type == "cpu":  # several ranks have to stop at the same place
             self._refuse_broken(f"loss of step {self.global_step}", loss.detach())
         self.train_means.update("train/loss", out.loss, count)
@@ -147,8 +150,9 @@ class LanguageModeling(lightning.LightningModule):
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         self._over_targets.correct(parameters, self.trainer.accumulate_grad_batches)
         norms = self.clip(optimizer, gradient_clip_val)
-        if self.device.type == "cpu" and scaler is None:  # a scaler skips steps that are not finite
-            for norm in norms:
+        for norm in norms if scaler is None else ():  # a scaler skips steps that are not finite
+            self._note("gradient norm", norm)
+            if self.device.type == "cpu":
                 self._refuse_broken(f"gradient norm of step {self.global_step}", norm)
 
     def clip(self, optimizer: torch.optim.Optimizer, limit: float | None) -> list[Tensor]:
@@ -177,12 +181,8 @@ class LanguageModeling(lightning.LightningModule):
         Raises FloatingPointError, on all ranks, where a loss or a gradient of the interval was not finite.
         """
         if ends_interval(self.trainer):
+            self._refuse_broken_since()
             means = self.train_means.compute()
-            scales = getattr(self.trainer.precision_plugin, "scaler", None) is not None
-            for name in ("loss",) if scales else ("gradient_norm", "indexer_gradient_norm"):
-                if f"train/{name}" in means:
-                    words = name.replace("_", " ")
-                    self._refuse_broken(f"{words} of a step up to {self.global_step}", means[f"train/{name}"])
             self._log_step({**means, "train/perplexity": means["train/loss"].exp()})
         if self.global_step >= self.trainer.max_steps > 0:
             self.trainer.should_stop = True
@@ -210,8 +210,19 @@ class LanguageModeling(lightning.LightningModule):
         self._log_step({**means, "val/perplexity": loss.exp()})
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the notes."""
+        """Add the notes. Raises FloatingPointError as `on_train_batch_end` does: a model that broke is not saved."""
+        self._refuse_broken_since()
         checkpoint |= self.notes
+
+    def _note(self, name: str, value: Tensor) -> None:
+        """Note whether a number is finite, without a look at it: a GPU would have to be waited for."""
+        self._broken[name] = 0 * value.detach() + self._broken.get(name, 0)
+
+    def _refuse_broken_since(self) -> None:
+        """Raise FloatingPointError, on all ranks, unless all numbers since the last look were finite."""
+        for name, value in self._broken.items():
+            self._refuse_broken(f"{name} of a step up to {self.global_step}", self._sum_over_ranks(value))
+        self._broken.clear()
 
     def _refuse_broken(self, name: str, value: Tensor) -> None:
         """Raise FloatingPointError unless the number is finite."""
@@ -219,7 +230,7 @@ class LanguageModeling(lightning.LightningModule):
             rate = self.trainer.optimizers[0].param_groups[0]["lr"]
             raise FloatingPointError(
                 f"training cannot go on because the {name} is not finite. Use a lower optimizer.learning_rate (it was "
-                f"at {rate:g}), more optimizer.warmup_steps or trainer.precision=32-true; the last checkpoint is sound"
+                f"at {rate:g}), more optimizer.warmup_steps or trainer.precision=32-true; no checkpoint has this step"
             )
 
     def _log_step(self, metrics: Mapping[str, Tensor]) -> None:
