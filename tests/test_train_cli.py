@@ -269,6 +269,14 @@ def test_a_run_that_was_cut_off_after_its_last_step_is_finished(tmp_path: Path, 
     assert resumed["tokens"] == straight["tokens"]
 
 
+def test_a_sweep_without_a_finished_run_has_nothing_to_compare(tmp_path: Path, processes: Any):
+    """It printed the command of `compare.py` for folders that were not there."""
+    words = ["-m", "seed=0,1", *arguments(tmp_path), "data.path=nowhere"]
+    done = typed(processes, tmp_path, "train.py", *words)
+    assert done.returncode == 1 and done.stderr.count("error: ") == 2, done.stderr
+    assert "Next:" not in done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_variants_stand_side_by_side(tmp_path: Path, processes: Any):
@@ -278,6 +286,7 @@ def test_variants_stand_side_by_side(tmp_path: Path, processes: Any):
     for words in (["-m", "model/writer=additive,gated", "seed=0,1"], ["model/writer=gated", "callbacks.progress=null"]):
         done = typed(processes, tmp_path, "train.py", *words, *given)
         assert done.returncode == 0, done.stdout + done.stderr
+        assert ("compare.py logs/default" in done.stdout) is ("-m" in words), done.stdout
     assert "is finished already" in done.stdout, "what only watches finds the run again"
     found = [path.parents[1].relative_to(tmp_path / "logs/default") for path in checkpoints(str(tmp_path / "logs"))]
     runs = {(path.parts[0].partition("-data_folder")[0], path.name) for path in found}

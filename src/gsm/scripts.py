@@ -61,8 +61,12 @@ def train() -> None:
     except command_line.JobFailed:
         failed = True
     if swept:
-        places = dict.fromkeys(command_line.shown(folder.parent.parent) for folder in swept)
-        print(f"\nNext:\n  {command_line.command('compare', *places)}", flush=True)
+        from gsm.experiments.table import read_runs
+
+        places = list(dict.fromkeys(folder.parent.parent for folder in swept))
+        places = [command_line.shown(place) for place in places if any(run.finished for run in read_runs(place))]
+        if places:
+            print(f"\nNext:\n  {command_line.command('compare', *places)}", flush=True)
     if failed:
         raise SystemExit(1)
 
