@@ -32,6 +32,7 @@ from gsm.data.recall import MultiQueryRecall, Needle
 from gsm.data.synthetic import Generated
 from gsm.data.tokenizer import Tokenizer
 from gsm.explorer import Page, explore, facts, page
+from gsm.explorer.command import _text as text_of
 from gsm.explorer.command import write
 from gsm.explorer.facts import WHOLE, gather
 from gsm.explorer.words import of_text, questions_of, targets_of, visible
@@ -305,6 +306,12 @@ def test_the_command_writes_a_page_of_a_text(tmp_path: Path, capsys: pytest.Capt
     about, _ = packed(file.read_text())
     assert len(about["words"]) == 10 and text.startswith("".join(about["words"]))
     assert about["about"]["steps"] == "480" and about["about"]["size"] == "nano"
+
+
+def test_a_text_with_a_mark_of_the_byte_order_or_bytes_that_are_no_utf8_can_be_written(tmp_path: Path):
+    (tmp_path / "a.txt").write_bytes("\ufeffZwölf".encode())
+    assert text_of("", str(tmp_path / "a.txt")) == "Zwölf"
+    assert text_of("a\udcffb", None) == "a\N{REPLACEMENT CHARACTER}b"
 
 
 def test_the_command_writes_a_page_of_a_needle(tmp_path: Path):
