@@ -14,12 +14,17 @@ import pytest
 import torch
 
 import gsm_kernels
+from gsm.paths import ROOT
 from gsm_kernels import launch, using
 
 MOST_SHARED = 227 << 10  # bytes that a program can have
 STEP = {  # kernels of a step of training of gsm, forward and backward, by operation
     **{"attend": 5, "index_top_k": 2, "indexer_kl": 6, "inverse_kernels": 2, "linear_cross_entropy": 1, "mhc": 4},
     **{"pool_groups": 2, "rms_norm": 10, "swiglu": 2},
+}
+TILED = {  # kernels of such a step that have a second candidate for their tile
+    **{"attend.forward": 2, "attend.query_gradient": 2, "attend.window_gradient": 1, "index_top_k.best_of_groups": 1},
+    **{"mhc.forward": 1, "mhc.products": 1, "mhc.stream_gradients": 1},
 }
 SIZES = ("nano", "tiny", "0p5b", "1p5b")  # 8b_a1p5b has the widths of 1p5b
 
@@ -54,6 +59,9 @@ def test_a_step_of_training_compiles_few_kernels_and_other_batches_add_none(tmp_
     rows = compiled(tmp_path, "steps", "0p5b", "gsm")
     first = collections.Counter(row["module"].split(".")[1] for row in rows if row["step"] == 0)
     assert first == STEP
+    names = collections.Counter(f"{row['module'].split('.')[1]}.{row['kernel']}" for row in rows if row["step"] == 0)
+    assert {name: names[name] for name in TILED} == TILED
+    assert f"the second candidates add up to {sum(TILED.values())}." in (ROOT / "docs/kernels.md").read_text()
     assert not [row for row in rows if row["step"]]
 
 
