@@ -21,7 +21,7 @@ from gsm.models.matching import BARE, difference_note, head_counts, match
 from gsm.models.schedule import stack_rows
 from gsm.paths import variants
 from gsm.span import Span
-from gsm_kernels import listening, using
+from gsm_kernels import attend_range, listening, using
 
 MIXERS = {"window": SlidingWindow, "all": Attention}
 TOKENS = random_tokens(2, 40)
@@ -142,6 +142,29 @@ def test_fast_implementations_and_references_make_the_same_model(case):
     with using("reference"):
         assert_same(fast, model(TOKENS).logits, case)
     assert {("attend_range", "sdpa"), ("delta_rule", "chunked"), ("slot_attention", "chunked")} & set(heard)
+
+
+@torch.no_grad()
+def test_whole_is_never_set_for_a_static_memory_or_packed_documents(monkeypatch):
+    """It is set for one document without padding, known on the host."""
+    model, values, inputs = build("transformer"), [], attend_range.inputs
+
+    def listened(*args, **kwargs):
+        values.append(inputs(*args, **kwargs).whole)
+        return inputs(*args, **kwargs)
+
+    monkeypatch.setattr(attend_range, "inputs", listened)
+    out = model(TOKENS[:, :30], memory=model.start(2))
+    model(TOKENS[:, 30:], memory=out.memory)
+    model.prefill(TOKENS, model.start(2, capacity=50), chunk=7)
+    assert len(values) > 4 * GEOMETRY.depth and all(values)
+    values.clear()
+    packed = model(TOKENS[:, :30], documents=torch.zeros_like(TOKENS[:, :30]), memory=model.start(2))
+    model(TOKENS[:, 30:], memory=packed.memory)
+    static = model.start(2, capacity=50)
+    model(TOKENS, memory=static)
+    model(TOKENS[:, :1], memory=static)  # a capture of this call serves every length
+    assert len(values) == 4 * GEOMETRY.depth and not any(values)
 
 
 @pytest.mark.parametrize("case", comparators())

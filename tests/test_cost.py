@@ -31,6 +31,7 @@ import gsm.layers.search as search
 import gsm.layers.sparse as sparse
 import gsm.models.base as base
 import gsm_kernels
+from gsm.config.load import build_model
 from gsm.costs.model import Parts, cost
 from gsm.layers.block import Block
 from gsm.layers.costs import limited, pooled
@@ -173,6 +174,14 @@ def test_products_with_weights_equal_pytorch_s_count(case: str, without_cores: N
     for tokens, rows, before in CALLS:
         want = predicted(cost(model).forward_flops(tokens, rows, before))
         assert counted(model, tokens, rows, before) == want, f"{tokens} tokens, {rows} rows, {before} before"
+
+
+@pytest.mark.parametrize("size", ["nano", "1p5b"])
+@pytest.mark.parametrize("name", ["gsm", "baseline"])
+def test_products_at_shipped_sizes_equal_pytorch_s_count(name: str, size: str, without_cores: None):
+    with torch.device("meta"):
+        model = build_model(name, size)
+    assert counted(model, 6000, 1, 0) == predicted(cost(model).forward_flops(6000, 1))
 
 
 @pytest.mark.parametrize("case", mostly_nightly(TRAINED, *MEMORIES, "baseline"))

@@ -4,6 +4,7 @@ that its rows see."""
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -109,6 +110,15 @@ def test_activations_are_those_of_the_stated_rule():
     numbers += 2 * tokens * shape.dim + rows * (shape.dim + shape.vocabulary)
     moved = model.forward_bytes(tokens, rows)
     assert sum(size for part, size in moved.items() if part.endswith("/activations")) == 2 * numbers
+
+
+def test_hyper_connections_move_ten_times_the_width_and_fourteen_times_in_two_passes():
+    once, twice = (
+        build(f"gsm-residual={name}").get_submodule("decoder.blocks.0.feed_forward_residual")
+        for name in ("mhc", "mhc_two_pass")
+    )
+    assert once.products().moved == 10 * GEOMETRY.dim
+    assert twice.enter_products() + twice.products() == replace(once.products(), moved=14 * GEOMETRY.dim)
 
 
 @pytest.mark.parametrize("case", ["gsm-writer=additive", "baseline-residual=mhc", "hybrid", "yoco"])

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gsm.cache.memory import _tensors
-from gsm.engine import Engine
+from gsm.engine import CHUNK, Engine
+from gsm.evaluation import generate
 from gsm.graphs import CudaGraphs
 from gsm.models.prompts import left_pad
 from gsm.models.sampling import sample
@@ -109,6 +110,29 @@ def test_one_recorded_chunk_reads_long_prompts_of_any_length(case, recorder):
         assert running.memory.used == end
         assert_same(read(running, tokens[:, end : end + 2]), want[:, end : end + 2], f"{case}: after them", EXACT)
     assert running._recorder.count == (1 if running.memory.keeps_padding else 2), "a step, and a chunk"
+
+
+@torch.no_grad()
+def test_an_interrupted_chunk_leaves_the_memory_as_it_was(monkeypatch):
+    running = engine(SEPARATE, capacity=80, chunk=4)
+    running.warm_up()
+    tokens = random_tokens(1, 60)
+    read(running, tokens[:, :10])
+    replay, calls = running._chunk.replay, []
+
+    def stop():
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return replay()
+
+    monkeypatch.setattr(running, "_chunk", running._chunk._replace(replay=stop))
+    with pytest.raises(KeyboardInterrupt):
+        running.prefill(tokens[:, 10:])
+    assert running.memory.used == 10
+    with pytest.raises(ValueError, match="71 more tokens are not allowed .* its capacity is 80 tokens, 10 are used"):
+        running.prefill(random_tokens(1, 71))
+    assert_same(running.prefill(tokens[:, 10:]), running.model(tokens).logits[:, -1], "the whole prompt", EXACT)
 
 
 def scale_data(model):
@@ -332,6 +356,13 @@ def test_recording_leaves_the_memory_as_it_was(used, recorder):
         assert_same(read(running, tokens[:, used : used + 3]), next_BTV, f"what follows {used} tokens", EXACT)
 
 
+def test_a_prompt_of_up_to_a_whole_chunk_is_one_recording():
+    running = engine(SEPARATE, capacity=2 * CHUNK)
+    lengths = [CHUNK // 2, CHUNK // 2 + 1, CHUNK, CHUNK + 1]
+    sizes = [running._bucket_size(torch.zeros(1, length, dtype=torch.int64)) for length in lengths]
+    assert sizes == [CHUNK // 2, CHUNK, CHUNK, None]
+
+
 @torch.no_grad()
 def test_warming_up_records_everything_that_would_be_recorded_later():
     running = engine(SEPARATE, capacity=100, chunk=40)
@@ -453,6 +484,18 @@ def test_a_recording_that_fails_leaves_nothing_behind():
 def test_an_engine_needs_a_capacity():
     with pytest.raises(ValueError, match="capacity=None is not allowed because an engine has a static memory"):
         Engine(build("gsm-writer=additive"), capacity=None)
+
+
+def test_ctrl_c_ends_the_line_and_leaves_the_written_text(monkeypatch, capsys):
+    def pieces(*arguments):
+        yield "a = "
+        raise KeyboardInterrupt
+
+    for name, stub in (("load_tokenizer", str), ("load_model", lambda *arguments: None), ("pieces", pieces)):
+        monkeypatch.setattr(generate, name, stub)
+    with pytest.raises(SystemExit) as ended:
+        generate.generate("somewhere", prompt="def f():", device="cpu")
+    assert ended.value.code == 130 and capsys.readouterr().out == "def f():a = \n"
 
 
 @torch.no_grad()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 from gsm.hf import GSMConfig, GSMForCausalLM  # noqa: E402
-from gsm.hf.export import export, of_transformers  # noqa: E402
+from gsm.hf.export import card, export, of_transformers  # noqa: E402
 
 TEXTS = ["def f(", "class Foo:\n    def __init__(self, a, b):\n        self."]
 SMALL = [*SIZES, "size.bank_layers=[2]", "size.stages=[2,3]"]
@@ -94,6 +96,12 @@ def test_a_conversation_goes_on_from_its_cache(theirs: Any, tokenizer: Any):
     assert torch.equal(on, theirs.generate(ids, attention_mask=torch.ones_like(ids), **how))
 
 
+def test_a_pipeline_draws_several_texts_of_a_prompt(folder: Path):
+    write = transformers.pipeline("text-generation", model=str(folder), device="cpu")
+    texts = [row["generated_text"] for row in write("def ", max_new_tokens=8, do_sample=True, num_return_sequences=3)]
+    assert len(set(texts)) > 1 and len(texts) == 3 and all(text.startswith("def ") for text in texts)
+
+
 def test_half_precision_is_that_of_the_model_converted(folder: Path, ours: Any):
     half = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -156,6 +164,20 @@ def test_a_trainer_takes_a_step_and_learns_what_indexers_lose_too(folder: Path, 
     assert trainer.train().training_loss > 0
     changed = [name for name, value in model.named_parameters() if not torch.equal(value, before[name])]
     assert any(".indexer." in name for name in changed) and len(changed) > 0.9 * len(before)
+
+
+def test_a_step_of_four_batches_has_the_loss_of_one_batch(folder: Path, tmp_path: Path):
+    """transformers passes the number of targets of a whole step. The indexers' loss was added once a batch."""
+    pytest.importorskip("accelerate")
+    rows, losses = [{"input_ids": row, "labels": row} for row in tokens(4, 32)], []
+    for size, batches in ((4, 1), (1, 4)):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        how = transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=size, learning_rate=0.0, report_to=[],
+            gradient_accumulation_steps=batches, use_cpu=True, save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        losses.append(transformers.Trainer(model=model, args=how, train_dataset=rows).train().training_loss)
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
 
 
 def test_the_loss_of_labels_is_ours_of_the_next_token(theirs: Any, ours: Any):
@@ -230,6 +252,15 @@ def test_a_folder_is_trusted_as_little_as_a_checkpoint(folder: Path, tmp_path: P
         gsm.load_model(damaged(folder, tmp_path, **changes))
 
 
+@pytest.mark.timeout(20)
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(folder: Path, tmp_path: Path):
+    copy = damaged(folder, tmp_path)
+    (copy / "tokenizer.json").unlink()
+    os.mkfifo(copy / "tokenizer.json")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        gsm.load_model(copy)
+
+
 def test_a_config_that_names_a_foreign_part_builds_nothing(folder: Path, tmp_path: Path):
     copy = damaged(folder, tmp_path, model={"_target_": "os.system", "command": "touch /tmp/never"})
     with pytest.raises(ConfigError, match="no yaml"):
@@ -285,6 +316,28 @@ def test_a_run_starts_from_a_folder(folder: Path):
     weights.take(model, str(folder), config)
     assert torch.equal(model.state_dict()["norm.weight"], gsm.load_model("nano").state_dict()["norm.weight"])
     assert weights.describe_start(str(folder)).endswith("step 480.") and digest(folder) != digest("nano")
+
+
+def test_the_card_has_the_numbers_of_the_run(folder: Path, tmp_path: Path):
+    assert "library_name: transformers" in (folder / "README.md").read_text()
+    (tmp_path / "summary.json").write_text(json.dumps({"steps": 480, "val_loss": 1.625}))
+    text = card({"choices": {"size": "nano"}}, tmp_path / "checkpoints/last.ckpt", tmp_path)
+    assert "| optimiser steps | 480 |" in text and "| held-out loss, nats per token | 1.625 |" in text
+    assert "size=nano" in text
+
+
+def test_pushing_sends_the_weights_and_the_file_that_names_the_code(theirs: Any, monkeypatch: pytest.MonkeyPatch):
+    """Stubs take the place of the hub, so the test needs no network."""
+    sent: dict[str, Any] = {}
+    hub = SimpleNamespace(
+        create_repo=lambda repo_id, **_: SimpleNamespace(repo_id=repo_id),
+        create_commit=lambda **options: sent.update(options),
+    )
+    monkeypatch.setattr("transformers.utils.hub.hf_api", lambda: hub)
+    no_card = SimpleNamespace(save=lambda path: None)
+    monkeypatch.setattr("transformers.utils.hub.create_and_tag_model_card", lambda *_, **__: no_card)
+    theirs.push_to_hub("somebody/gsm-nano")
+    assert {"config.json", "model.safetensors", "modeling_gsm.py"} <= {file.path_in_repo for file in sent["operations"]}
 
 
 def test_the_folder_names_its_code_for_those_who_do_not_import_it(folder: Path):

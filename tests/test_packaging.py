@@ -48,6 +48,10 @@ def test_without_hide_root_the_trap_is_there() -> None:
     assert _python(f"from gsm.paths import hide_root; hide_root(); {where}").strip() == ""
 
 
+def test_kernels_is_a_folder_and_not_a_package() -> None:
+    assert not (ROOT / "kernels/__init__.py").exists(), "kernels/__init__.py hides the real package: remove it"
+
+
 def test_importing_gsm_is_light() -> None:
     heavy = "{'torch', 'lightning', 'hydra', 'omegaconf', 'triton', 'transformers', 'xformers', 'numpy'}"
     assert _python(f"import sys, gsm; print(sorted({heavy} & set(sys.modules)), gsm.__version__)").startswith("[] 0.")

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transcription
 from toys import TINY, some_tokens, transcribed
-from transcription import Geometry, Notes, Weights, attend, random_weights, tiny_baseline, tiny_gsm
+from transcription import Geometry, Notes, Weights, attend, random_weights, tiny_baseline, tiny_gsm, transcribe
 
 pytestmark = pytest.mark.slow  # few changes touch the transcription
 every_model = pytest.mark.parametrize("model", ["gsm", "baseline"])
@@ -50,6 +50,16 @@ def test_the_index_does_not_matter_when_every_entry_fits(model):
     weights = random_weights(geometry)
     other = {name: -2 * tensor if ".indexer." in name else tensor for name, tensor in weights.items()}
     assert torch.equal(transcribed(geometry, weights, tokens), transcribed(geometry, other, tokens))
+
+
+@every_model
+def test_every_weight_takes_part(model):
+    """A zero gradient would let a mistake in that weight pass. An index acts through its selection alone."""
+    geometry, tokens = TINY[model](), some_tokens(12)
+    weights = {name: tensor.requires_grad_() for name, tensor in random_weights(geometry).items()}
+    transcribe(geometry, weights, tokens).square().sum().backward()
+    silent = {name for name, tensor in weights.items() if tensor.grad is None or not tensor.grad.abs().max() > 1e-6}
+    assert silent == {name for name in weights if ".indexer." in name}
 
 
 @every_model
@@ -100,6 +110,13 @@ def test_ties_go_to_the_lowest_entries():
     }
     for name, slots_T in chosen(geometry, silenced).items():
         assert all(slots == list(range(len(slots))) for slots in slots_T), name
+
+
+def test_the_candidate_pool_keeps_the_newest_block():
+    geometry, notes = dataclasses.replace(tiny_baseline(residual="plain"), pool_blocks=1), {}
+    transcribed(geometry, random_weights(geometry), some_tokens(26), notes=notes)
+    assert notes["decoder/5/pool"] == [[t // 8] for t in range(26)]
+    assert all(slot // 8 == t // 8 for t, slots in enumerate(notes["decoder/7/top_k"]) for slot in slots)
 
 
 def test_a_row_that_sees_nothing_returns_zero_and_no_sink_is_a_plain_softmax():

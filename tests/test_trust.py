@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -163,6 +164,14 @@ def test_a_file_does_not_say_where_a_cache_is_made(config, tmp_path):
     assert vetted(node, "data")["cache_dir"] == str(tmp_path), "it is one already"
 
 
+def test_a_broken_yaml_beside_the_others_vouches_for_nothing(config, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/broken.yaml").write_text("_target_: os.system\na: [1\n!!python/name:os.system")
+    assert vetted(config["model"], "model", [tmp_path]) == config["model"]
+    with pytest.raises(ConfigError, match="names 'os.system', but no yaml"):
+        vetted({**config["model"], "writer": {"_target_": "os.system"}}, "model", [tmp_path])
+
+
 def test_a_part_of_one_s_own_takes_its_yaml_and_no_third_file(config, tmp_path, monkeypatch):
     """A class and a yaml, in folders of the user's: named in Python, or on the command line."""
     yamls = own_part(tmp_path)
@@ -205,6 +214,16 @@ def test_folders_of_yamls_are_added_up(tmp_path, monkeypatch, processes):
     assert "trainer.max_time=1 is not allowed" in done.stderr
     said = refused(processes, tmp_path, GSM_CONFIGS=str(tmp_path / "gone")).stderr
     assert said == f"error: GSM_CONFIGS names {tmp_path / 'gone'}, but there is no such folder\n"
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("place", ["model/writer/mine.yaml", "model/_base.yaml", "mine.yaml"])
+def test_a_pipe_among_yamls_is_not_waited_for(place, tmp_path):
+    (tmp_path / "model/writer").mkdir(parents=True)
+    (tmp_path / "model/own.yaml").write_text("defaults: [gsm, _base, /mine]\n")
+    os.mkfifo(tmp_path / place)
+    with pytest.raises(ConfigError, match=f"{place} is not allowed because it is no file"):
+        compose(["model=own"], directories=[tmp_path])
 
 
 def test_what_could_not_be_loaded_again_is_not_trained(tmp_path, processes):
