@@ -132,7 +132,7 @@ def test_a_launcher_that_gives_up_loses_no_run_that_was_finished(
 def test_what_another_submission_has_finished_is_not_trained_again(tmp_path: Path, fake: list[str], made: list[InTurn]):
     """The parent was killed while its jobs waited in the queue, and the same command put them there once more."""
     trial = toy(tmp_path, script=fake).trials()[0]
-    task = launcher.Task({trial.overrides: [trial.runs[""]]})
+    task = launcher.LauncherTask({trial.overrides: [trial.runs[""]]})
     for _ in range(2):
         InTurn(task).run(list(trial.overrides))
     assert starts(tmp_path) == {"mhc/seed0": 1}
@@ -151,7 +151,7 @@ def test_the_launchers_own_handler_is_called_once_the_run_has_saved(tmp_path: Pa
     try:
         warning.start()
         one = Run("mhc", tmp_path, (sys.executable, "-S", "-c", run, str(tmp_path)))
-        InTurn(launcher.Task({("arm=mhc",): [one]})).run(["arm=mhc"])
+        InTurn(launcher.LauncherTask({("arm=mhc",): [one]})).run(["arm=mhc"])
     finally:
         warning.join()
         signal.signal(signal.SIGUSR2, before)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gsm.experiments.table import read_runs, summarise
-from gsm.tables import shown
+from gsm.tables import number_text
 
 
 def write_run(folder: Path, arm: str, seed: int, **summary: Any) -> None:
@@ -72,7 +72,7 @@ def test_a_wide_table_goes_on_below(tmp_path: Path):
     [(None, "-"), (0.0, "0.0000"), (1.69812, "1.6981"), (74.3824, "74.382"), (2274304.0, "2,274,304"), (3e-5, "3e-05")],
 )
 def test_numbers_have_the_digits_that_matter(value: float | None, text: str):
-    assert shown(value) == text
+    assert number_text(value) == text
 
 
 def test_a_verdict_needs_a_difference_that_a_paired_t_test_finds(tmp_path: Path):

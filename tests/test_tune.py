@@ -41,9 +41,9 @@ def test_a_grid_tries_every_combination_and_marks_a_best_value_at_its_edge():
     missing, choice = search(grid, lambda _: None)
     assert choice is None and len(missing) == 6 and missing[1] == {"a": 1.0, "b": "y"}
     choice = search(grid, lambda values: values["a"] + (values["b"] == "x"))[1]
-    assert choice and choice.values == {"a": 1.0, "b": "y"} and choice.shown() == {"a": "1.0 (edge)", "b": "y"}
+    assert choice and choice.values == {"a": 1.0, "b": "y"} and choice.texts() == {"a": "1.0 (edge)", "b": "y"}
     choice = search(grid, lambda values: abs(values["a"] - 2))[1]
-    assert choice and choice.shown() == {"a": "2.0", "b": "x"}, "the first of equal ones"
+    assert choice and choice.texts() == {"a": "2.0", "b": "x"}, "the first of equal ones"
     choice = search(Grid({"a": [4.0, 8.0]}), lambda _: math.inf)[1]
     assert choice and not choice.found
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from gsm.tables import shown
+from gsm.tables import number_text
 
 # 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom; the last one also stands for more.
 QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -43,14 +43,14 @@ class Cell:
         """Return ``98.33``, with a spread ``98.33 +- 1.67``, for a difference ``+1.20 [-0.40, +2.80]``; ``-`` for none.
 
         Args:
-            digits: number of digits behind the point; None: those that ``tables.shown`` gives a number of this size.
+            digits: number of digits behind the point; None: those that ``tables.number_text`` gives such a number.
         """
         if self.mean is None:
             return "-"
         like = self.mean if self.scale is None else self.scale
 
         def number(value: float) -> str:
-            return shown(value, like) if digits is None else f"{value:.{digits}f}"
+            return number_text(value, like) if digits is None else f"{value:.{digits}f}"
 
         if self.scale is None:
             return number(self.mean) + (f" +- {number(self.spread)}" if self.spread is not None else "")

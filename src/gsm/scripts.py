@@ -64,7 +64,7 @@ def train() -> None:
         from gsm.experiments.table import read_runs
 
         places = list(dict.fromkeys(folder.parent.parent for folder in swept))
-        places = [command_line.shown(place) for place in places if any(run.finished for run in read_runs(place))]
+        places = [command_line.path_text(place) for place in places if any(run.finished for run in read_runs(place))]
         if places:
             print(f"\nNext:\n  {command_line.command('compare', *places)}", flush=True)
     if failed:

@@ -51,7 +51,7 @@ def transposed(grid: Grid) -> Grid:
     return [list(column) for column in zip(*grid, strict=True)]
 
 
-def shown(value: float | None, like: float | None = None) -> str:
+def number_text(value: float | None, like: float | None = None) -> str:
     """Return a number with the digits that make sense for ``like``, by default itself: 1.6981, 74.382, 2,274,304."""
     if value is None:
         return "-"

@@ -26,7 +26,7 @@ from omegaconf import DictConfig
 
 from gsm import paths, terminal
 from gsm.config.check import ConfigError, check_readable, unknown
-from gsm.config.compose import SEARCH, explain, from_job, register_resolvers, search
+from gsm.config.compose import SEARCH, explain, from_job, register_resolvers, searchpath_word
 from gsm.config.options import mapping
 from gsm.training.distributed.ranks import rank
 
@@ -85,7 +85,7 @@ def prepare(script: str = "train", part: str | None = None) -> None:
         words = [changed.get(word, word) for word in words]
     if directories and not any(word.startswith(SEARCH) for word in sys.argv):
         place = sys.argv.index(words[0]) if words else len(sys.argv)  # they stand together
-        sys.argv.insert(place, search(directories))
+        sys.argv.insert(place, searchpath_word(directories))
 
 
 def _at_home(word: str) -> str:
@@ -172,14 +172,14 @@ def _described(text: str, taken: Mapping[str, inspect.Parameter]) -> str:
     """Return a docstring for ``--help``: the argument checkpoint first, and each with its default value."""
     before, heading, after = inspect.cleandoc(text).partition("Raises:")[0].partition("Args:\n")
     entries = re.split(r"\n+(?=    \w)", after.rstrip()) if after else []
-    shown = []
+    entries = []
     for entry in sorted(entries, key=lambda entry: not entry.startswith("    checkpoint:")):
         parameter = taken.get(entry.strip().partition(":")[0])
         default = parameter.default if parameter else None
         plain = default not in (None, "", inspect.Parameter.empty) and isinstance(default, str | int | float)
         word = str(default).lower() if isinstance(default, bool) else default
-        shown.append(f"{entry} (default: {word})" if plain else entry)
-    return before + heading + "\n".join(shown)
+        entries.append(f"{entry} (default: {word})" if plain else entry)
+    return before + heading + "\n".join(entries)
 
 
 def _own_configs(folder: str | None) -> None:
@@ -266,10 +266,10 @@ def again() -> str:
     if not HydraConfig.initialized():
         return "the same call of train"
     words = [word for word in sys.argv[1:] if word != "resume=never"]
-    words = [word for word in words if word != search(paths.config_folders()[1:])]
-    program = [_found("python"), shown(sys.argv[0])] if paths.in_clone() else [_found("gsm-train")]
+    words = [word for word in words if word != searchpath_word(paths.config_folders()[1:])]
+    program = [_found("python"), path_text(sys.argv[0])] if paths.in_clone() else [_found("gsm-train")]
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        program = ["torchrun", "...", shown(sys.argv[0])]
+        program = ["torchrun", "...", path_text(sys.argv[0])]
     return shlex.join([*program, *words])
 
 
@@ -286,11 +286,11 @@ def typed(program: str, *words: str) -> str:
 def command(name: str, *words: str) -> str:
     """Return a command of the project to paste here: ``python train.py ...`` in a clone, else ``gsm-train ...``."""
     if paths.in_clone():
-        return typed("python", shown(paths.ROOT / f"{name}.py"), *words)
+        return typed("python", path_text(paths.ROOT / f"{name}.py"), *words)
     return typed(f"gsm-{name}", *words)
 
 
-def shown(path: str | os.PathLike[str]) -> str:
+def path_text(path: str | os.PathLike[str]) -> str:
     """Return a path as it is typed here."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
@@ -298,7 +298,7 @@ def shown(path: str | os.PathLike[str]) -> str:
 
 def _found(program: str) -> str:
     own = Path(sys.executable).parent / program
-    return program if shutil.which(program) == str(own) else shown(own)
+    return program if shutil.which(program) == str(own) else path_text(own)
 
 
 @contextlib.contextmanager

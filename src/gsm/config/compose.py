@@ -136,7 +136,7 @@ def _folders_of(job: HydraConf) -> list[Path]:
     return list(dict.fromkeys([paths.configs(), *found]))
 
 
-def search(directories: Sequence[Path]) -> str:
+def searchpath_word(directories: Sequence[Path]) -> str:
     """Return the override that gives Hydra the user's own folders: a flag takes one folder alone."""
     return SEARCH + quoted([f"file://{folder}" for folder in directories])
 
@@ -249,7 +249,7 @@ def _composed(choices: tuple[str, ...], folders: tuple[Path, ...], stamp: float,
     """Compose the variants that are chosen; again when a yaml has changed. Restore the global state of Hydra."""
     register_resolvers()
     refuse_pipes(*{file.parent for folder in folders[1:] for file in folder.rglob("*.yaml")})
-    own = [search(folders[1:])] if folders[1:] else []
+    own = [searchpath_word(folders[1:])] if folders[1:] else []
     main = GlobalHydra.instance()
     before = main.hydra
     main.clear()  # inside a job Hydra is at work already, and there is only one

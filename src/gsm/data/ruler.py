@@ -107,7 +107,7 @@ class Draw:
         return self.random.getrandbits(32) if self.part == "training" else self.seed
 
 
-class Task:
+class RulerTask:
     """A kind of task, with its numbers.
 
     Attributes:
@@ -136,7 +136,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Needles(Task):
+class Needles(RulerTask):
     """Needles in a haystack: sentences that give values to keys.
 
     Attributes:
@@ -155,7 +155,7 @@ class Needles(Task):
     value_type: str = "numbers"
 
     def draw(self, draw: Draw, units: int) -> Sample:
-        """See `Task.draw`. As in the benchmark, the words for one value are other words than those for several."""
+        """See `RulerTask.draw`. As in the benchmark, the words for one value are other words than those for several."""
         values_of = self._needles(draw)
         needles = [self._needle(draw.made, key, value) for key, values in values_of.items() for value in values]
         random.Random(draw.seed).shuffle(needles)
@@ -239,7 +239,7 @@ class Needles(Task):
 
 
 @dataclass(frozen=True)
-class Variables(Task):
+class Variables(RulerTask):
     """A variable is given a number, and each of the others the one before: which have that number?
 
     Before the question stands an example with its answer and twelve lines of noise (the benchmark: up to 500 tokens).
@@ -253,7 +253,7 @@ class Variables(Task):
     words: ClassVar[str] = "variables"
 
     def draw(self, draw: Draw, units: int) -> Sample:
-        """See `Task.draw`. A unit is a line."""
+        """See `RulerTask.draw`. A unit is a line."""
         letters, letters_of_example, _ = draw.made.template.letters
         example = ""
         if draw.made.template.examples:
@@ -293,14 +293,14 @@ class Variables(Task):
 
 
 @dataclass(frozen=True)
-class CommonWords(Task):
+class CommonWords(RulerTask):
     """A numbered list in which some words come more often than all others: which?"""
 
     least: ClassVar[int] = 11
     words: ClassVar[str] = "common"
 
     def draw(self, draw: Draw, units: int) -> Sample:
-        """See `Task.draw`. A unit is a different word. From 4K tokens on, common words are ten times as frequent."""
+        """See `RulerTask.draw`. A unit is a new word. From 4K tokens on, common words are ten times as frequent."""
         long, order, example = draw.length >= LONG, draw.order(), ""
         if draw.made.template.examples:
             shown = self._ask(draw, *((40, 10, 3) if long else (20, 3, 1)), order)
@@ -327,14 +327,14 @@ class CommonWords(Task):
 
 
 @dataclass(frozen=True)
-class FrequentWords(Task):
+class FrequentWords(RulerTask):
     """Words of random letters. Word k is 1 / k^2 of all; the first is dots. Which are the next three?"""
 
     least: ClassVar[int] = 53  # words: the fourth is then more frequent than the fifth
     words: ClassVar[str] = "frequent"
 
     def draw(self, draw: Draw, units: int) -> Sample:
-        """See `Task.draw`. A unit is a word of the text. A fiftieth of the tokens is the number of different words."""
+        """See `RulerTask.draw`. A unit is a word of the text. A fiftieth of the tokens is the number of new words."""
         letters, different, wording = draw.made.template.letters[2], set[str](), self.wording(draw.made)
         while len(different) < max(8, (draw.length - wording.new_tokens) // 50):
             different.add("".join(draw.random.choices(string.ascii_lowercase, k=letters)))
@@ -356,7 +356,7 @@ class FrequentWords(Task):
         return max(1, length // 32)
 
 
-TASKS: dict[str, Task] = {
+TASKS: dict[str, RulerTask] = {
     "niah_single_1": Needles("lines"),
     "niah_single_2": Needles("text"),
     "niah_single_3": Needles("text", value_type="uuids"),

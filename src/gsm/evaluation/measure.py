@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from gsm.config.command_line import lacks, shown
+from gsm.config.command_line import lacks, path_text
 from gsm.errors import ConfigError
 from gsm.evaluation.checkpoints import Trained, checkpoints, home, opened, writing
 from gsm.files import damage, read_json, replacing, write_json
@@ -147,5 +147,5 @@ def publish(
             with replacing(place.with_suffix(ending)) as file:
                 file.write(text)
     lines = "\n".join(textwrap.fill(note, WIDTH) for note in notes)
-    written = f"Written to {shown(place)}, {', '.join(sorted(files))} beside it"
+    written = f"Written to {path_text(place)}, {', '.join(sorted(files))} beside it"
     return "\n\n".join([*map(grid_text, grids), *([lines] if lines else []), written])

@@ -302,7 +302,7 @@ def tables(arms: Arms, published: Mapping[str, Any]) -> list[Grid]:
         published: the paper's `columns`, `by_length`, `by_task` and `average`.
     """
     first = next(iter(next(iter(arms.values())).values()))["averages"]
-    lengths = {length: shown(int(length)) for length in first["by_length"]} | {"average": "Avg."}
+    lengths = {length: length_text(int(length)) for length in first["by_length"]} | {"average": "Avg."}
     tasks = {task: task for task in first["by_task"]}
     by_length = {str(length): values for length, values in published["by_length"].items()}
     by_length["average"] = published["average"]
@@ -365,7 +365,7 @@ def notes(results: Sequence[Result]) -> list[str]:
     return lines
 
 
-def shown(length: int) -> str:
+def length_text(length: int) -> str:
     """Return 4096 as 4K."""
     return f"{length // 1024}K" if length % 1024 == 0 else str(length)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gsm import plots
 from gsm.config.check import ConfigError, few, unknown, unlike
-from gsm.config.command_line import shown as shown_path
+from gsm.config.command_line import path_text
 from gsm.experiments import rows
 from gsm.experiments.page import Picture, Report
 from gsm.experiments.table import COLUMNS, FOOTNOTE, RunSummary, Table, read_runs, summarise
@@ -101,7 +101,7 @@ def _collect(folders: Sequence[Path]) -> list[RunSummary]:
         raise ConfigError("compare needs the folder of an experiment, such as logs/ablate_residual")
     all_runs = _named(folders)
     if not any(run.finished for run in all_runs):
-        where = " or ".join(map(shown_path, folders))
+        where = " or ".join(map(path_text, folders))
         raise ConfigError(f"no run in {where} is finished: {'; '.join(unfinished(folders))}")
     return all_runs
 
@@ -114,14 +114,14 @@ def _named(folders: Sequence[Path]) -> list[RunSummary]:
     names, short = Counter(folder.name for folder in by_folder), plots.short(folder.name for folder in by_folder)
     all_runs = []
     for folder, runs in by_folder.items():
-        before = short[folder.name] if names[folder.name] == 1 else shown_path(folder)
+        before = short[folder.name] if names[folder.name] == 1 else path_text(folder)
         all_runs += [replace(run, arm=f"{before}/{run.arm}") if times[run.arm] > 1 else run for run in runs]
     return all_runs
 
 
 def unfinished(folders: Sequence[Path]) -> list[str]:
     """Return a sentence for each run that is not finished: its last step, and the reason of its end."""
-    return [f"not finished: {shown_path(run)}, {state}" for run, state in _states(folders).items() if state]
+    return [f"not finished: {path_text(run)}, {state}" for run, state in _states(folders).items() if state]
 
 
 def _states(folders: Sequence[Path]) -> dict[Path, str]:
@@ -226,8 +226,8 @@ def write(
     bare = [arm for arm, (across, _) in points.items() if not across]
     if bare:
         sentences.append(f"not in the picture of {y} against {x}, as they lack one of the two: {', '.join(bare)}")
-    sentences.append(f"written to {shown_path(folder)}: {', '.join([f'{stem}.md, .csv, .json', *pictures])}")
-    return [*sentences, f"all on one page, for a browser: {shown_path(folder / f'{stem}.html')}"]
+    sentences.append(f"written to {path_text(folder)}: {', '.join([f'{stem}.md, .csv, .json', *pictures])}")
+    return [*sentences, f"all on one page, for a browser: {path_text(folder / f'{stem}.html')}"]
 
 
 def _put(place: Path, content: bytes) -> None:
@@ -355,12 +355,12 @@ def _points(runs: Sequence[RunSummary], x: str, y: str) -> tuple[list[float], li
 def _in_order(folder: Path) -> list[RunSummary]:
     """Return the runs of one experiment, arms in its own order. Raises FileNotFoundError if there is none."""
     if not folder.is_dir():
-        raise FileNotFoundError(f"no folder {shown_path(folder)}: give that of an experiment, logs/<name>")
+        raise FileNotFoundError(f"no folder {path_text(folder)}: give that of an experiment, logs/<name>")
     runs = read_runs(folder)
     if not runs:
         below = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir() and read_runs(path)))
         hint = f"the experiments below it are {below}" if below else "give that of an experiment, logs/<name>"
-        raise FileNotFoundError(f"no run in {shown_path(folder)} has a <arm>/seed<k>/summary.json; {hint}")
+        raise FileNotFoundError(f"no run in {path_text(folder)} has a <arm>/seed<k>/summary.json; {hint}")
     order = list(_contents(folder).get("arms", ()))
     return sorted(runs, key=lambda run: order.index(run.arm) if run.arm in order else len(order))
 

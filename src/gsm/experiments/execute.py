@@ -26,14 +26,13 @@ from omegaconf import DictConfig
 
 from gsm import paths, threads
 from gsm.config.check import ConfigError
-from gsm.config.command_line import again
-from gsm.config.command_line import shown as shown_path
-from gsm.config.compose import from_job, search
+from gsm.config.command_line import again, path_text
+from gsm.config.compose import from_job, searchpath_word
 from gsm.experiments import launcher
 from gsm.experiments.compare import CONTENTS, apart, unfinished, write
 from gsm.experiments.jobs import Child, tail, work_off
 from gsm.experiments.runs import Experiment, Run, Trial, expand, in_order, naming
-from gsm.experiments.table import FOOTNOTE, RunSummary, Table, read_runs, shown
+from gsm.experiments.table import FOOTNOTE, RunSummary, Table, number_text, read_runs
 from gsm.experiments.tune import EDGE, lines, listed
 from gsm.files import read_json, write_json
 from gsm.signals import SIGNALS
@@ -169,12 +168,12 @@ class _Work:
         experiment = self.experiment
         lines = [
             f"experiment {experiment.config['name']}: arms {', '.join(experiment.chosen)}; "
-            f"seeds {', '.join(map(str, experiment.seeds))}; in {shown_path(experiment.folder)}"
+            f"seeds {', '.join(map(str, experiment.seeds))}; in {path_text(experiment.folder)}"
         ]
         if self.done:
             names = ", ".join(run.name for run in self.done)
             lines.append(f"finished already, and skipped: {names}")
-        tuned = {arm: choice.shown() for arm, choice in experiment.won.items() if arm in experiment.chosen}
+        tuned = {arm: choice.texts() for arm, choice in experiment.won.items() if arm in experiment.chosen}
         if tuned:
             values = (f"{arm} {', '.join(map('='.join, values.items()))}" for arm, values in tuned.items())
             lines.append(f"tuned: {'; '.join(values)}")
@@ -186,7 +185,7 @@ class _Work:
         return "\n".join([*lines, "", f"failed: {', '.join(self.failed)}; to try again:\n  {again()}"])
 
     def _start(self, run: Run) -> Child:
-        print(f"{self._label(run)}: started, output in {shown_path(run.log)}", flush=True)
+        print(f"{self._label(run)}: started, output in {path_text(run.log)}", flush=True)
         if self.at_once > 1:
             print(textwrap.indent(shlex.join(run.command), "    "), flush=True)
         self._note(run, "running")
@@ -209,7 +208,7 @@ class _Work:
             self.failed[run.name] = [f"{run.name}: {how}"]
         else:
             words = tail(run.log)
-            where = f"the end of {shown_path(run.log)}:" if words else "it has written no log"
+            where = f"the end of {path_text(run.log)}:" if words else "it has written no log"
             self.failed[run.name] = [f"{run.name} failed; {where}", *(f"  {word}" for word in words)]
             stopped = code is not None and (code > 128 or -code in SIGNALS)
             self._note(run, "interrupted" if stopped else "failed", how)
@@ -240,7 +239,7 @@ class _Work:
             return ""
         trial.conclude()
         summary = RunSummary(trial.arm, trial.seed, trial.folder, read_json(trial.folder / "summary.json") or {})
-        return "".join(f", {column} {shown(summary.value(column))}" for column in self.experiment.columns)
+        return "".join(f", {column} {number_text(summary.value(column))}" for column in self.experiment.columns)
 
 
 def _how(code: int | None) -> str:
@@ -277,7 +276,7 @@ def _script() -> list[str]:
                 f"{flag} {value} was given, but an experiment composes its runs from configs/train.yaml: leave it out, "
                 "and add yaml files of your own with --config-dir"
             )
-    noted = search(paths.config_folders()[1:])  # by this script, and by each that it starts
+    noted = searchpath_word(paths.config_folders()[1:])  # by this script, and by each that it starts
     own = [line for line in HydraConfig.get().overrides.hydra if line != noted]
     if any(line.startswith("hydra.searchpath=") for line in own):
         raise ConfigError("hydra.searchpath= was given: add yaml files of your own with --config-dir instead")

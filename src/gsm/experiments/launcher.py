@@ -72,7 +72,7 @@ def launch(parts: Mapping[tuple[str, ...], Sequence[Run]]) -> None:
     context = HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks())
     try:
         composed = cast(DictConfig, HydraConfig.instance().cfg)
-        launcher = Plugins.instance().instantiate_launcher(context, Task(parts), composed)
+        launcher = Plugins.instance().instantiate_launcher(context, LauncherTask(parts), composed)
         launcher.launch([list(overrides) for overrides in parts], initial_job_idx=0)
     except KeyboardInterrupt:
         print(
@@ -83,7 +83,7 @@ def launch(parts: Mapping[tuple[str, ...], Sequence[Run]]) -> None:
         print(f"{chosen()} ended with {type(error).__name__}: {error}".strip(), flush=True)
 
 
-class Task:
+class LauncherTask:
     """Works off one of these parts on the cluster, without the runs that another submission has finished meanwhile."""
 
     def __init__(self, parts: Mapping[tuple[str, ...], Sequence[Run]]) -> None:

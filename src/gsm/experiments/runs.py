@@ -297,14 +297,14 @@ class Experiment:
         """Return the table of all finished runs of this configuration, of this command or another."""
         runs = [run for run in read_runs(self.folder) if run.finished and run.arm in self.arms and self.choice(run.arm)]
         mine = [run for run in runs if self.trial(run.arm, run.seed).finished()]
-        tuned = {arm: choice.shown() for arm, choice in self.won.items()}
+        tuned = {arm: choice.texts() for arm, choice in self.won.items()}
         return replace(summarise(mine, self.columns, self.arms), tuned=tuned)
 
     def contents(self) -> dict[str, Any]:
         """Return the folder's description: arms with their tuned values, and the table's columns."""
         values = {arm: lines(choice.values) for arm, choice in self.won.items()}
         arms = {arm: [*own, *values.get(arm, ())] for arm, own in self.arms.items()}
-        tuned = {arm: {key: {"shown": text} for key, text in one.shown().items()} for arm, one in self.won.items()}
+        tuned = {arm: {key: {"shown": text} for key, text in one.texts().items()} for arm, one in self.won.items()}
         return {"arms": arms, "table": self.columns, **({"tuned": tuned} if self.tune else {})}
 
     def space(self, arm: str) -> dict[str, Any]:

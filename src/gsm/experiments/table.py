@@ -17,7 +17,7 @@ from typing import Any
 
 from gsm.files import read_json
 from gsm.intervals import Cell, over_pairs, over_seeds
-from gsm.tables import WIDTH, Grid, grid_csv, grid_markdown, grid_text, shown
+from gsm.tables import WIDTH, Grid, grid_csv, grid_markdown, grid_text, number_text
 
 COLUMNS = ("bits_per_byte", "val_loss")
 FOOTNOTE = (
@@ -106,7 +106,7 @@ class Table:
         seeds = sorted({run.seed for run in self.runs})
         for column in self.columns[:1] if len(seeds) > 1 else ():
             first = {(run.arm, run.seed): run.value(column) for run in self.runs if run.value(column) is not None}
-            rows = [[row.arm, *(shown(first.get((row.arm, seed))) for seed in seeds)] for row in self.rows]
+            rows = [[row.arm, *(number_text(first.get((row.arm, seed))) for seed in seeds)] for row in self.rows]
             grids.append([[column, *(f"seed {seed}" for seed in seeds)], *rows])
         counts = {arm: max(cell.count for cell in cells.values()) for arm, cells in self.differences().items()}
         if max(counts.values(), default=0) > 1:

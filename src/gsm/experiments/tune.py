@@ -89,7 +89,7 @@ class Choice:
             return False
         return self.values[key] in (min(numbers), max(numbers))
 
-    def shown(self) -> dict[str, str]:
+    def texts(self) -> dict[str, str]:
         """Return the values as cells of a table, with a mark at an edge."""
         return {key: f"{quoted(value)}{EDGE if self.at_edge(key) else ''}" for key, value in self.values.items()}
 

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from gsm import __version__
 from gsm.config.check import ConfigError
-from gsm.config.command_line import shown
+from gsm.config.command_line import path_text
 from gsm.config.exported import CONFIG, TOKENIZER, weights_in
 from gsm.config.load import checkpoint_file, load_sound_weights, read_checkpoint, tokenizer_of
 from gsm.data.tokenizer import END_OF_TEXT, Tokenizer
@@ -85,7 +85,7 @@ def export(checkpoint: str, to: str, weights: str = "float32") -> Path:
         if state and state["json"]:  # the original text, so that the same tokenizer is read again
             (folder / TOKENIZER).write_text(state["json"], encoding="utf-8")
     (folder / "README.md").write_text(card(settings, file, folder), encoding="utf-8")
-    print(f"Written to {shown(folder)}: {', '.join(sorted(path.name for path in folder.iterdir()))}", flush=True)
+    print(f"Written to {path_text(folder)}: {', '.join(sorted(path.name for path in folder.iterdir()))}", flush=True)
     return folder
 
 

@@ -13,7 +13,7 @@ import torch
 
 from gsm import threads
 from gsm.analysis import overlap
-from gsm.config.command_line import command, shown, sweeping, typed
+from gsm.config.command_line import command, path_text, sweeping, typed
 from gsm.evaluation import paper
 from gsm.evaluation.questions import MEASURES
 from gsm.paths import in_clone
@@ -53,7 +53,7 @@ def header(
         "steps": f"{trainer.max_steps:,}{sizes}, seed {config['seed']}",
         "device": device(trainer) + (threads.why if trainer.strategy.root_device.type == "cpu" else ""),
         "kernels": kernels(facts["kernels"]),
-        "folder": shown(config["folder"]),
+        "folder": path_text(config["folder"]),
     }
     lines = [line for name, text in rows.items() for line in _row(name, text)]
     return "\n".join([*lines, *(textwrap.wrap(note, SCREEN, break_on_hyphens=False) if note else []), ""])
@@ -75,18 +75,18 @@ def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, write
         return "\n".join(lines)
     lines += [
         "Next:",
-        "  " + typed("tensorboard", "--logdir", shown(folder.parent.parent)),
+        "  " + typed("tensorboard", "--logdir", path_text(folder.parent.parent)),
         "  # CUSTOM SCALARS is the overview; in TIME SERIES, a colour for each arm:",
         f"  # {BOARD}",  # a comment, as a shell would take the address apart
     ]
     if len(list(folder.parent.parent.glob("*/*/summary.json"))) > 1:
-        lines += ["  " + command("compare", shown(folder.parent.parent))]
+        lines += ["  " + command("compare", path_text(folder.parent.parent))]
     if writes:
-        lines += ["  " + command("generate", f"checkpoint={shown(folder)}", "prompt=def ")]
-        lines += ["  " + command("evaluate", f"checkpoint={shown(folder)}")]
+        lines += ["  " + command("generate", f"checkpoint={path_text(folder)}", "prompt=def ")]
+        lines += ["  " + command("evaluate", f"checkpoint={path_text(folder)}")]
     if "shared_state" in (facts["memory_bytes"] or {}):
         arguments = [("text_file=README.md" if in_clone() else "text=def ")] if writes else []
-        lines += ["  " + command("explore", f"checkpoint={shown(folder)}", *arguments)]
+        lines += ["  " + command("explore", f"checkpoint={path_text(folder)}", *arguments)]
     return "\n".join(lines)
 
 
