@@ -7,16 +7,13 @@ import importlib
 import json
 from collections import defaultdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from short_runs import arguments, scalars
 
 from gsm.config.compose import compose
-from gsm.training.callbacks import progress
 from gsm.training.callbacks.metrics_file import read_metrics
-from gsm.training.callbacks.progress import Progress
 from gsm.training.run import train
 
 CURVES = ("train/loss", "val/loss", "val/bits_per_byte")
@@ -95,13 +92,3 @@ def test_csv_alone_leaves_one_file(home: Path):
     train(chosen)
     folder = Path(chosen["folder"])
     assert "val/loss" in read_metrics(folder / "metrics.csv") and not list(folder.glob("events*"))
-
-
-def test_a_run_shows_its_time_left_after_twenty_steps(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: 2.0 * trainer.global_step)
-    trainer: Any = SimpleNamespace(global_step=5, max_steps=100, callback_metrics={}, callbacks=[])
-    shown = Progress()
-    shown.on_train_start(trainer, trainer)
-    for step, end in ((24, "loss 1.000"), (25, "2:30 left"), (100, "loss 1.000")):
-        trainer.global_step = step
-        assert shown._line(trainer, 1.0).endswith(end)

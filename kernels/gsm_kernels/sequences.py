@@ -1,4 +1,4 @@
-"""Documents for the kernels of flash-linear-attention, FlashAttention and PyTorch.
+"""Documents for the kernels of flash-linear-attention and FlashAttention.
 
 These take no flags, but offsets of concatenated sequences; a recurrence has an initial state for each. Every document
 in a row of the batch, or part of a document, becomes such a sequence.

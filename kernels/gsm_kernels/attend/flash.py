@@ -36,7 +36,8 @@ def _too_old() -> str | None:
     if release is None:
         return "flash-attn-4 is not installed"
     beta = re.fullmatch(r"4\.0\.0b(\d+)", release)
-    if int(beta[1]) < OLDEST if beta else re.fullmatch(r"\d+(\.\d+)*", release) is None:
+    new_enough = int(beta[1]) >= OLDEST if beta else re.fullmatch(r"\d+(\.\d+)*", release)
+    if not new_enough:
         return f"flash-attn-4 {release} may have no gradient for sinks. Use 4.0.0b{OLDEST} or a later release"
     if torch.cuda.get_device_capability()[0] not in (9, 10):
         return "flash-attn-4 has gradients for sinks on Hopper and Blackwell GPUs only"
