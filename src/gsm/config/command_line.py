@@ -172,14 +172,14 @@ def _described(text: str, taken: Mapping[str, inspect.Parameter]) -> str:
     """Return a docstring for ``--help``: the argument checkpoint first, and each with its default value."""
     before, heading, after = inspect.cleandoc(text).partition("Raises:")[0].partition("Args:\n")
     entries = re.split(r"\n+(?=    \w)", after.rstrip()) if after else []
-    entries = []
+    listed = []
     for entry in sorted(entries, key=lambda entry: not entry.startswith("    checkpoint:")):
         parameter = taken.get(entry.strip().partition(":")[0])
         default = parameter.default if parameter else None
         plain = default not in (None, "", inspect.Parameter.empty) and isinstance(default, str | int | float)
         word = str(default).lower() if isinstance(default, bool) else default
-        entries.append(f"{entry} (default: {word})" if plain else entry)
-    return before + heading + "\n".join(entries)
+        listed.append(f"{entry} (default: {word})" if plain else entry)
+    return before + heading + "\n".join(listed)
 
 
 def _own_configs(folder: str | None) -> None:
