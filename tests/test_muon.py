@@ -12,7 +12,7 @@ from torch import nn
 
 from gsm.config.compose import compose
 from gsm.config.load import instantiate
-from gsm.training.optimizer import AdamW, Muon, Together
+from gsm.training.optimizer import AdamW, MatrixOptimizer, Muon, Together, orthogonal
 
 SETTINGS: dict[str, Any] = {"learning_rate": 3e-3, "warmup_steps": 2, "final_fraction": 0.1, "weight_decay": 0.1}
 CASES = ["gsm", "gsm-feed_forward=moe", "baseline", "gated_delta_net"]
@@ -66,6 +66,32 @@ def test_a_step_is_as_long_in_every_direction():
     optimizer.step()
     lengths = torch.linalg.svdvals(before - weight.detach()) / (3e-3 * size)
     assert 0.5 < float(lengths.min()) and float(lengths.max()) < 1.5
+
+
+@pytest.mark.parametrize("shape", [(12, 8), (8, 12), (16, 16)])
+def test_steps_are_those_of_pytorchs_muon_up_to_its_bfloat16(shape: tuple[int, int]):
+    torch.manual_seed(0)
+    ours, theirs = (nn.Parameter(torch.ones(shape)) for _ in range(2))
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
+    optimizers = MatrixOptimizer([ours], **options), torch.optim.Muon([theirs], **options)
+    for _ in range(5):
+        ours.grad = theirs.grad = torch.randn(shape)
+        for optimizer in optimizers:
+            optimizer.step()
+    step_length = 0.1 * 0.2  # root mean square of one step's entries
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0.25 * step_length)
+    moments = (optimizer.state_dict()["state"][0]["momentum_buffer"] for optimizer in optimizers)
+    assert torch.equal(*moments)
+
+
+@pytest.mark.parametrize("shape", [(12, 8), (8, 12)])
+def test_iterations_map_singular_values_and_keep_their_vectors(shape: tuple[int, int]):
+    matrix = torch.randn(shape, dtype=torch.float64)
+    left, values, right = torch.linalg.svd(matrix / matrix.norm(), full_matrices=False)
+    a, b, c = 3.4445, -4.775, 2.0315
+    for _ in range(5):
+        values = a * values + b * values**3 + c * values**5
+    torch.testing.assert_close(orthogonal(matrix, (a, b, c), 5, 1e-7), left @ values.diag() @ right)
 
 
 def test_it_goes_on_from_a_checkpoint_with_the_same_weights_and_one_schedule(tmp_path: Path):

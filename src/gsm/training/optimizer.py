@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gsm.errors import ConfigError, within
+from gsm.shapes import promoted
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class Muon(AdamW):
         matrices = [p for p in groups["decay"] if p.ndim == 2]
         taken = {id(p) for p in matrices}
         rest = {name: [p for p in parameters if id(p) not in taken] for name, parameters in groups.items()}
-        muon = torch.optim.Muon(
+        muon = MatrixOptimizer(
             self._described({"matrices": matrices}),
             lr=self.learning_rate,
             momentum=self.momentum,
@@ -148,6 +149,52 @@ class Muon(AdamW):
             adjust_lr_fn="match_rms_adamw",
         )
         return Together(muon, self._adamw(rest, self.adamw_factor * self.learning_rate))
+
+
+class MatrixOptimizer(torch.optim.Muon):
+    """``torch.optim.Muon`` with float32 products on a CPU.
+
+    PyTorch's iterations multiply in bfloat16. Most laptops have no instructions for it, and need ten times as long for
+    it as for float32. On other devices this class does PyTorch's step.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Do a step."""
+        if any(p.device.type != "cpu" for group in self.param_groups for p in group["params"]):
+            return super().step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            rate, momentum = group["lr"], group["momentum"]
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                moment = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight.grad))
+                moment.lerp_(weight.grad, 1 - momentum)
+                update = orthogonal(
+                    weight.grad.lerp(moment, momentum), group["ns_coefficients"], group["ns_steps"], group["eps"]
+                )
+                weight.mul_(1 - rate * group["weight_decay"])
+                weight.add_(update, alpha=-rate * 0.2 * math.sqrt(max(weight.shape)))
+        return loss
+
+
+def orthogonal(matrix: Tensor, coefficients: Sequence[float], iterations: int, eps: float) -> Tensor:
+    """Return a matrix with the singular vectors of ``matrix`` and singular values near 1 (Newton and Schulz).
+
+    ``X <- a X + (b A + c A^2) X`` with ``A = X X^T``, from ``X = matrix / max(|matrix|, eps)``, in at least float32.
+    """
+    a, b, c = coefficients
+    x = promoted(matrix)
+    x = x.T if x.shape[0] > x.shape[1] else x
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(iterations):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
 def check_groups(model: nn.Module, groups: Mapping[str, Sequence[nn.Parameter]]) -> None:
