@@ -233,10 +233,10 @@ def test_questions_are_found_in_the_tokens_alone(task: Needle | MultiQueryRecall
         questions = questions_of(task, drawn["tokens"])
         assert torch.equal(targets_of(questions, drawn["tokens"]), drawn["targets"])
     if isinstance(task, Needle):
-        asked = ask(task, 48, 1)
-        found = questions_of(task, asked.token_BT[0])
-        assert [(one.key, one.needle, one.row) for one in found] == [
-            tuple(map(int, place)) for place in zip(asked.key_N, asked.told_N, asked.row_N, strict=True)
+        held_out = ask(task, 48, 1)
+        questions = questions_of(task, held_out.token_BT[0])
+        assert [(question.key, question.needle, question.row) for question in questions] == [
+            tuple(map(int, place)) for place in zip(held_out.key_N, held_out.needle_N, held_out.row_N, strict=True)
         ]
 
 

@@ -19,9 +19,9 @@ TASK = Needle(keys=8, values=7, fillers=6, pairs=2, gap=4)
 
 
 def only(*positions: int, batch: int = 1, length: int = T) -> torch.Tensor:
-    gone_BT = torch.zeros(batch, length, dtype=torch.bool)
-    gone_BT[:, list(positions)] = True
-    return gone_BT
+    removed_BT = torch.zeros(batch, length, dtype=torch.bool)
+    removed_BT[:, list(positions)] = True
+    return removed_BT
 
 
 @torch.no_grad()
@@ -30,12 +30,12 @@ def test_after_the_block_the_model_is_unchanged(writer: str):
     model, token_BT = build(f"gsm-writer={writer}"), random_tokens(1, T)
     before = model(token_BT).logits
     hooks = [module for module in model.modules() if module._forward_hooks]
-    for gone in (
+    for without in (
         lambda: without_entries(model, only(3)),
         lambda: without_stages(model),
         lambda: without_slots(model, only(1)),
     ):
-        with pytest.raises(ZeroDivisionError), gone():
+        with pytest.raises(ZeroDivisionError), without():
             assert not torch.equal(model(token_BT).logits, before)
             raise ZeroDivisionError
         assert torch.equal(model(token_BT).logits, before)
@@ -124,15 +124,15 @@ def test_interventions_nest_and_an_unknown_stage_is_named():
 @pytest.mark.parametrize("wait", [0, 3])
 def test_a_question_has_the_place_of_its_needle(wait: int):
     task = Needle(keys=8, values=7, fillers=6, pairs=3, gap=4, wait=wait)
-    asked = ask(task, 40, 5)
-    assert asked.row_N.shape == (15,)
+    questions = ask(task, 40, 5)
+    assert questions.row_N.shape == (15,)
     line = torch.arange(15)
-    token_NT, apart = asked.token_BT[asked.sequence_N], asked.apart()
-    assert torch.equal(asked.row_N - asked.key_N, torch.full((15,), wait))
-    assert torch.equal(token_NT[line, asked.told_N], token_NT[line, asked.key_N]), "the key"
-    assert torch.equal(token_NT[line, asked.told_N + 1], apart.target_BT[line, asked.row_N]), "the value"
-    assert (asked.told_N + 1 < asked.key_N - task.gap).all()
-    assert (apart.target_BT >= 0).sum(1).tolist() == [1] * 15
+    token_NT, separate = questions.token_BT[questions.sequence_N], questions.separate()
+    assert torch.equal(questions.row_N - questions.key_N, torch.full((15,), wait))
+    assert torch.equal(token_NT[line, questions.needle_N], token_NT[line, questions.key_N]), "the key"
+    assert torch.equal(token_NT[line, questions.needle_N + 1], separate.target_BT[line, questions.row_N]), "the value"
+    assert (questions.needle_N + 1 < questions.key_N - task.gap).all()
+    assert (separate.target_BT >= 0).sum(1).tolist() == [1] * 15
 
 
 class Oracle(torch.nn.Module):
@@ -146,46 +146,49 @@ class Oracle(torch.nn.Module):
         score_BTV = torch.zeros(*token_BT.shape, TASK.vocabulary)
         for line, token_T in zip(score_BTV, token_BT.tolist(), strict=True):
             for row, token in enumerate(token_T):
-                told = token_T.index(token)
-                line[row, token_T[told + 1] if told < row <= told + self.memory else 0] = 1
+                first = token_T.index(token)
+                line[row, token_T[first + 1] if first < row <= first + self.memory else 0] = 1
         return Output(score_BTV, torch.nn.Identity())
 
 
 @pytest.mark.parametrize("memory", [1000, 20])
 def test_a_needle_map_shows_how_far_a_model_remembers(memory: int):
-    found = needle_map(Oracle(memory), TASK, [20, 40], depths=4, sequences=40)
-    assert found.count_LD.sum(1).tolist() == [80, 80]
-    known_LD = found.accuracy_LD[found.count_LD > 0]
+    result = needle_map(Oracle(memory), TASK, [20, 40], depths=4, sequences=40)
+    assert result.count_LD.sum(1).tolist() == [80, 80]
+    accuracy_N = result.accuracy_LD[result.count_LD > 0]
     if memory == 1000:
-        assert (known_LD == 1).all()
+        assert (accuracy_N == 1).all()
     else:
-        assert found.accuracy_LD[0].nan_to_num(1).tolist() == [1] * 4, "in 20 tokens nothing is too far"
-        assert found.accuracy_LD[1, 0] == 0 and found.accuracy_LD[1, -1] > 0.5
+        assert result.accuracy_LD[0].nan_to_num(1).tolist() == [1] * 4, "in 20 tokens nothing is too far"
+        assert result.accuracy_LD[1, 0] == 0 and result.accuracy_LD[1, -1] > 0.5
 
 
-@pytest.mark.parametrize("what", ["entries", "retrieved", "slots"])
-def test_a_needle_test_removes_equally_many_named_and_other_places(what: str):
-    model, asked = build("gsm-retriever=dense"), ask(TASK, T, 3)
-    found = needle_test(model, asked, what, count=2)
-    place_NK, other_NK = found.named.place_NK, found.named.other_NK
-    assert place_NK.shape == other_NK.shape == (6, 2)
-    for named, others, row in zip(place_NK.tolist(), other_NK.tolist(), asked.row_N.tolist(), strict=True):
-        assert not set(named) & set(others) and len(set(others)) == 2
-        seen = range((row + 1) // RATIO) if what == "slots" else range(row - M + 1, row + 1)
-        assert set(named) | set(others) <= set(seen), "what the row sees"
-    scores = [one.log_probability_N for one in (found.whole, found.without_named, found.without_others)]
-    assert_same(scores[0], answers(model, asked.token_BT, asked.target_BT).log_probability_N, "the answers as they are")
+@pytest.mark.parametrize("removal", ["entries", "retrieved", "slots"])
+def test_a_needle_test_removes_the_same_number_of_attributed_and_other_places(removal: str):
+    model, questions = build("gsm-retriever=dense"), ask(TASK, T, 3)
+    result = needle_test(model, questions, removal, count=2)
+    attributed_NK, other_NK = result.places.attributed_NK, result.places.other_NK
+    assert attributed_NK.shape == other_NK.shape == (6, 2)
+    lines = zip(attributed_NK.tolist(), other_NK.tolist(), questions.row_N.tolist(), strict=True)
+    for attributed, others, row in lines:
+        assert not set(attributed) & set(others) and len(set(others)) == 2
+        visible = range((row + 1) // RATIO) if removal == "slots" else range(row - M + 1, row + 1)
+        assert set(attributed) | set(others) <= set(visible), "the row sees all places"
+    kinds = (result.whole, result.without_attributed, result.without_others)
+    scores = [kind.log_probability_N for kind in kinds]
+    whole_N = answers(model, questions.token_BT, questions.target_BT).log_probability_N
+    assert_same(scores[0], whole_N, "the answers without a removal")
     assert ((scores[1] - scores[0]).abs() > 1e-9).all()
     with pytest.raises(ValueError, match="count=50 is not allowed because an answer sees [0-9]+ places"):
-        needle_test(model, asked, what, count=50)
+        needle_test(model, questions, removal, count=50)
 
 
 def test_a_stage_test_removes_each_stage_and_then_all():
-    model, asked = build("gsm-residual=plain"), ask(TASK, T, 3)
-    found = stage_test(model, asked)
-    assert list(found) == ["nothing removed", "stage 1", "stage 2", "all stages"]
-    taken = {"stage 2": without_stage(model, 2), "all stages": without_stages(model), "nothing removed": ExitStack()}
-    for name, without in taken.items():
-        with without:
-            want = answers(model, asked.token_BT, asked.target_BT)
-        assert torch.equal(found[name].log_probability_N, want.log_probability_N), name
+    model, questions = build("gsm-residual=plain"), ask(TASK, T, 3)
+    result = stage_test(model, questions)
+    assert list(result) == ["nothing removed", "stage 1", "stage 2", "all stages"]
+    blocks = {"stage 2": without_stage(model, 2), "all stages": without_stages(model), "nothing removed": ExitStack()}
+    for name, block in blocks.items():
+        with block:
+            want = answers(model, questions.token_BT, questions.target_BT)
+        assert torch.equal(result[name].log_probability_N, want.log_probability_N), name

@@ -192,7 +192,7 @@ def test_a_long_sequence_keeps_all_that_was_selected():
     _, (axes,) = plots.figure()
     map_RT = torch.full((3, 5000), torch.nan)
     map_RT[1, 4321] = 0.5
-    figures.selected(axes, map_RT)
+    figures.selection(axes, map_RT)
     drawn = axes.images[0].get_array()
     assert drawn.shape[1] <= figures.COLUMNS and drawn.count() == 1 and drawn.max() == 0.5
     left, right, _, _ = axes.images[0].get_extent()

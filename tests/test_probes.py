@@ -85,17 +85,17 @@ def test_a_model_without_a_state_is_named():
 
 
 def test_a_needles_value_is_read_where_its_key_is_asked_and_not_before(monkeypatch: pytest.MonkeyPatch):
-    """Of a model that keeps, at each position, what once stood behind the token there."""
+    """The toy model keeps, at each position, the token that once followed the token there."""
 
     def recalled(model, token_BT, rows):
         behind = [[line[line.index(line[row]) + 1] for row in rows] for line in token_BT.tolist()]
         return {"state": torch.nn.functional.one_hot(torch.tensor(behind), 18).double()}
 
     monkeypatch.setattr(probes, "states", recalled)
-    asked = ask(Needle(keys=8, values=4, fillers=6, pairs=2, gap=4), 24, 80)
-    found = probes.of_needles(torch.nn.Identity(), asked)["state"]
-    assert found.accuracy == 1 and (found.fitted, found.tested) == (120, 40)
-    assert probes.of_needles(torch.nn.Identity(), asked, before=2)["state"].accuracy < 0.5, "chance is 0.25"
+    questions = ask(Needle(keys=8, values=4, fillers=6, pairs=2, gap=4), 24, 80)
+    result = probes.of_needles(torch.nn.Identity(), questions)["state"]
+    assert result.accuracy == 1 and (result.fitted, result.tested) == (120, 40)
+    assert probes.of_needles(torch.nn.Identity(), questions, before=2)["state"].accuracy < 0.5, "chance is 0.25"
 
 
 def test_what_falls_at_all_distances_and_on_the_sink_is_one():

@@ -137,11 +137,12 @@ def test_a_share_of_sequences_is_literal_and_of_two_names_nothing_is_left_out():
 
 
 @pytest.mark.parametrize("literal", [0.0, 0.5, 1.0])
-def test_where_a_paraphrased_needle_was_told_is_found(literal: float):
-    """Once the place was looked for by the token that asks, which stands nowhere else."""
-    asked = ask(replace(PARAPHRASE, literal=literal), 64, 20)
-    value_N = asked.token_BT[asked.sequence_N, asked.told_N + 1]
-    assert (value_N == asked.target_BT[asked.sequence_N, asked.row_N]).all() and (asked.told_N < asked.key_N).all()
+def test_a_question_has_the_place_of_its_paraphrased_needle(literal: float):
+    """Once the search used the token of the question, which occurs nowhere else."""
+    questions = ask(replace(PARAPHRASE, literal=literal), 64, 20)
+    value_N = questions.token_BT[questions.sequence_N, questions.needle_N + 1]
+    assert (value_N == questions.target_BT[questions.sequence_N, questions.row_N]).all()
+    assert (questions.needle_N < questions.key_N).all()
 
 
 def test_needles_stand_at_even_and_odd_places_and_questions_come_in_another_order():

@@ -56,8 +56,8 @@ def test_nano_has_learned_to_read_python():
 
 def test_needles_are_answered():
     model, data = trained("gsm")
-    asked = needles.ask(data.task, data.context, sequences=4)
-    assert answers(model, asked.token_BT, asked.target_BT).accuracy > 0.95
+    questions = needles.ask(data.task, data.context, sequences=4)
+    assert answers(model, questions.token_BT, questions.target_BT).accuracy > 0.95
     assert load(paths.trained()["needle_gsm"])[1].task == data.task
 
 

@@ -232,11 +232,11 @@ def show_attention(model: GSM, seen: Recording, names: Sequence[str]) -> Figure:
     return figure
 
 
-def show_routes(routes: Routes, rows: Sequence[int], told: Sequence[int] = ()) -> Figure:
+def show_routes(routes: Routes, rows: Sequence[int], needle_places: Sequence[int] = ()) -> Figure:
     """Draw the sources of the entries of some rows (``figures.route_map``), one panel per route."""
     figure, panels = plots.figure(1, width=WIDTH, height=0.5 + 0.12 * len(rows), grid=False, rows=len(routes.names))
     for axes, way in zip(panels, routes.names, strict=True):
-        figures.route_map(axes, routes, way, rows, told)
+        figures.route_map(axes, routes, way, rows, needle_places)
     for axes in panels[:-1]:
         axes.set_xlabel("")
     return figure

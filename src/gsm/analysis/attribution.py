@@ -7,7 +7,8 @@
 The gradient sees no selection, because the choice of slots is not differentiable. The intervention sees every effect of
 a token; the other two are measured by it.
 
-T positions, R rows that are examined, D model width, P random directions, N sources.
+T positions, R rows that are examined, D model width, P random directions, N sources, A tokens of the alphabet, U
+different values.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from gsm.observe import record
 from gsm.shapes import promoted
 
 AT_ONCE = 16384  # tokens of all sequences read at a time
-WAYS = ("rollout", "gradient", "input_gradient")  # methods that are compared with replaced tokens
+WAYS = ("rollout", "gradient", "input_gradient")  # methods to compare with replaced tokens
 
 
 def gradient_attribution(
@@ -44,17 +45,18 @@ def gradient_attribution(
     """
     row_N = torch.as_tensor(rows).repeat_interleave(directions).to(token_T.device)
     generator = torch.Generator().manual_seed(seed)
-    moved, along = [], []
-    for some_N in row_N.split(max(1, AT_ONCE // len(token_T))):
+    squares, products = [], []
+    for batch_N in row_N.split(max(1, AT_ONCE // len(token_T))):
         with model.evaluating(), torch.enable_grad(), record("embedding", "state/z", detach=False) as seen:
-            model.forward(token_T.expand(len(some_N), -1))
-            x_NTD, z_ND = seen["embedding"], seen["state/z"][torch.arange(len(some_N)), some_N]
+            model.forward(token_T.expand(len(batch_N), -1))
+            x_NTD, z_ND = seen["embedding"], seen["state/z"][torch.arange(len(batch_N)), batch_N]
             direction_ND = torch.randn(z_ND.shape, generator=generator, dtype=z_ND.dtype).to(z_ND.device)
             (slope_NTD,) = torch.autograd.grad((z_ND * direction_ND).sum(), x_NTD)
-        moved.append(slope_NTD.square().sum(dim=-1))
-        along.append((slope_NTD * x_NTD.detach()).sum(dim=-1).square())
-    means = (torch.cat(parts).unflatten(0, (-1, directions)).mean(dim=1).sqrt() for parts in (moved, along))
-    gradient_RT, input_gradient_RT = means
+        squares.append(slope_NTD.square().sum(dim=-1))
+        products.append((slope_NTD * x_NTD.detach()).sum(dim=-1).square())
+    gradient_RT, input_gradient_RT = (
+        torch.cat(batches).unflatten(0, (-1, directions)).mean(dim=1).sqrt() for batches in (squares, products)
+    )
     return gradient_RT, input_gradient_RT
 
 
@@ -88,10 +90,10 @@ def z_of(model: GSM, token_BT: Tensor, rows: Sequence[int]) -> Tensor:
     return promoted(seen["state/z"][:, list(rows)])
 
 
-def spearman(one_N: Tensor, other_N: Tensor) -> float:
+def spearman(first_N: Tensor, second_N: Tensor) -> float:
     """Return the rank correlation of two lists, -1 to 1; equal values share the mean of their ranks. NaN for a constant
     list."""
-    ranks_2N = torch.stack([_ranks(one_N), _ranks(other_N)])
+    ranks_2N = torch.stack([_ranks(first_N), _ranks(second_N)])
     return float(torch.corrcoef(ranks_2N)[0, 1])
 
 
@@ -146,32 +148,35 @@ def agreement(
     sources = range(max(rows) + 1) if sources is None else sources
     alphabet_A = torch.as_tensor(list(range(model.vocabulary) if alphabet is None else alphabet))
     generator = torch.Generator().manual_seed(seed)
-    substitute_SN = torch.stack([_others(alphabet_A, token_T[list(sources)], generator) for _ in range(substitutes)])
+    substitute_SN = torch.stack(
+        [_draw_others(alphabet_A, token_T[list(sources)], generator) for _ in range(substitutes)]
+    )
     moved_RN = replacement_attribution(model, token_T, rows, sources, substitute_SN)
     gradient_RT, input_RT = gradient_attribution(model, token_T, rows, directions=directions, seed=seed)
     with torch.no_grad(), model.evaluating(), record(*TAPS) as seen:
         model.forward(token_T[None])
     values = (state_routes(model, seen).total_TT[list(rows)], gradient_RT, input_RT)
-    each = {name: value_RT[:, list(sources)] for name, value_RT in zip(WAYS, values, strict=True)}
-    one_R, two_R, three_R = (_row_by_row(value_RN, moved_RN, rows, sources) for value_RN in each.values())
-    return Agreement(tuple(rows), tuple(sources), one_R, two_R, three_R, {**each, "replaced": moved_RN})
+    attributed = {name: value_RT[:, list(sources)] for name, value_RT in zip(WAYS, values, strict=True)}
+    correlations = (_row_by_row(value_RN, moved_RN, rows, sources) for value_RN in attributed.values())
+    return Agreement(tuple(rows), tuple(sources), *correlations, {**attributed, "replaced": moved_RN})
 
 
-def _row_by_row(one_RN: Tensor, other_RN: Tensor, rows: Sequence[int], sources: Sequence[int]) -> Tensor:
+def _row_by_row(first_RN: Tensor, second_RN: Tensor, rows: Sequence[int], sources: Sequence[int]) -> Tensor:
+    """Return the rank correlation of each row over the sources up to it, float64 [R]."""
     before = [[place for place, source in enumerate(sources) if source <= row] for row in rows]
-    pairs = zip(one_RN, other_RN, before, strict=True)
+    lines = zip(first_RN, second_RN, before, strict=True)
     return torch.tensor(
-        [spearman(one_N[mask_N], other_N[mask_N]) for one_N, other_N, mask_N in pairs], dtype=torch.float64
+        [spearman(first_N[places], second_N[places]) for first_N, second_N, places in lines], dtype=torch.float64
     )
 
 
-def _others(known: Tensor, token_N: Tensor, generator: torch.Generator) -> Tensor:
-    """Return for every token another token of the alphabet."""
-    other_NV = (known != token_N.cpu()[:, None]).float()
-    return known[torch.multinomial(other_NV, 1, generator=generator)[:, 0]]
+def _draw_others(alphabet_A: Tensor, token_N: Tensor, generator: torch.Generator) -> Tensor:
+    """Return for every token another token of the alphabet, drawn at random."""
+    other_NA = (alphabet_A != token_N.cpu()[:, None]).float()
+    return alphabet_A[torch.multinomial(other_NA, 1, generator=generator)[:, 0]]
 
 
 def _ranks(value_N: Tensor) -> Tensor:
-    _, which_N, count_U = value_N.unique(return_inverse=True, return_counts=True)
+    _, index_N, count_U = value_N.unique(return_inverse=True, return_counts=True)
     last_U = count_U.cumsum(dim=0)
-    return (last_U - (count_U - 1) / 2)[which_N].double()
+    return (last_U - (count_U - 1) / 2)[index_N].double()

@@ -1,4 +1,4 @@
-"""Figures of the results of ``gsm.analysis``: each function draws on axes that it is given (``gsm.plots.figure``)."""
+"""Figures of the results of ``gsm.analysis``: each function draws on the axes of its caller (``gsm.plots.figure``)."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ BROUGHT_BACK = "of the answer, brought back"
 BARS = (6, 1, 0, 4, 2, 3, 5)  # colours of bars: black for the unchanged model
 
 
-def route(axes: Axes, routes: Routes, row: int, told: Sequence[int] = ()) -> None:
+def route(axes: Axes, routes: Routes, row: int, needle: Sequence[int] = ()) -> None:
     """Draw the sources of one row's entry of the state: a bar for each source position, a colour for each way.
 
-    Positions in ``told``, those of a needle, get a mark below the axis.
+    The positions of a needle, ``needle``, get a mark below the axis.
     """
     below_T = torch.zeros_like(routes.share_STT[0, row])
     for name, style, share_TT in zip(routes.names, plots.styles(routes.names).values(), routes.share_STT, strict=True):
@@ -41,35 +41,37 @@ def route(axes: Axes, routes: Routes, row: int, told: Sequence[int] = ()) -> Non
             range(row + 1), share_T[: row + 1], bottom=below_T[: row + 1], width=1.0, color=style.colour, label=label
         )
         below_T = below_T + share_T
-    if told:
-        at = {"transform": axes.get_xaxis_transform(), "clip_on": False, "color": "#000000", "markersize": 6}
-        axes.plot(list(told), [-0.02] * len(told), "^", label="the needle", zorder=3, **at)
+    if needle:
+        mark = {"transform": axes.get_xaxis_transform(), "clip_on": False, "color": "#000000", "markersize": 6}
+        axes.plot(list(needle), [-0.02] * len(needle), "^", label="the needle", zorder=3, **mark)
     axes.set_xlim(-2, row + 2)
     finish(axes, "source position (tokens)", f"share of the entry at {row}")
 
 
-def route_map(axes: Axes, routes: Routes, way: str, rows: Sequence[int], told: Sequence[int] = ()) -> None:
+def route_map(axes: Axes, routes: Routes, way: str, rows: Sequence[int], needle_places: Sequence[int] = ()) -> None:
     """Draw the sources of some rows' entries by one way: a line for each row, a column for each source position, all
-    ways on one scale; a mark at the needle that each row asks for."""
-    most = float(routes.share_STT[:, list(rows)].max())
+    ways on one scale. A ring marks the needle of each row's question."""
+    highest = float(routes.share_STT[:, list(rows)].max())
     share_RT = routes.share_STT[routes.names.index(way), list(rows)]
-    picture = axes.imshow(share_RT.cpu(), vmin=0, vmax=most, aspect="auto", interpolation="nearest", cmap="Greys")
-    if told:
-        axes.plot(list(told), range(len(rows)), "o", color=plots.COLOURS[1], fillstyle="none", label="the needle")
+    picture = axes.imshow(share_RT.cpu(), vmin=0, vmax=highest, aspect="auto", interpolation="nearest", cmap="Greys")
+    if needle_places:
+        axes.plot(
+            list(needle_places), range(len(rows)), "o", color=plots.COLOURS[1], fillstyle="none", label="the needle"
+        )
     axes.set_yticks(range(len(rows)), [str(row) for row in rows])
     title = f"by {way}: {float(share_RT.sum()) / len(rows):.0%}"
     finish(axes, "source position (tokens)", "entry of position", title, loc="upper right")
     _scale(axes, picture, "share of the entry")
 
 
-def agree(axes: Axes, found: Agreement, way: str = "rollout") -> None:
+def correlation(axes: Axes, agreement: Agreement, way: str = "rollout") -> None:
     """Draw one attribution against the movement of z when a token is replaced: a dot for each pair of row and source,
     both on logarithmic scales, without zeros."""
-    style = plots.styles(found.attributed)[way]
-    attributed_N, moved_N = found.attributed[way].flatten(), found.attributed["replaced"].flatten()
+    style = plots.styles(agreement.attributed)[way]
+    attributed_N, moved_N = agreement.attributed[way].flatten(), agreement.attributed["replaced"].flatten()
     positive_N = (attributed_N > 0) & (moved_N > 0)
     axes.loglog(attributed_N[positive_N], moved_N[positive_N], ".", color=style.colour, markersize=4, alpha=0.6)
-    title = f"rank correlation {float(getattr(found, f'{way}_R').nanmean()):.2f}"
+    title = f"rank correlation {float(getattr(agreement, f'{way}_R').nanmean()):.2f}"
     finish(axes, way.replace("_", " x "), "movement of z (its units)", title)
 
 
@@ -81,13 +83,13 @@ def attention(axes: Axes, map_RT: Tensor, title: str) -> None:
     from matplotlib.colors import PowerNorm
 
     weight_N = map_RT[map_RT > 0]
-    most = float(weight_N.kthvalue(-(-99 * len(weight_N) // 100)).values)
-    picture = axes.imshow(map_RT.cpu(), norm=PowerNorm(0.5, vmin=0, vmax=most), interpolation="nearest")
+    highest = float(weight_N.kthvalue(-(-99 * len(weight_N) // 100)).values)
+    picture = axes.imshow(map_RT.cpu(), norm=PowerNorm(0.5, vmin=0, vmax=highest), interpolation="nearest")
     finish(axes, "position that is read", "position that reads", title)
     _scale(axes, picture, "weight", extend="max")
 
 
-def selected(axes: Axes, map_RT: Tensor, title: str = "") -> None:
+def selection(axes: Axes, map_RT: Tensor, title: str = "") -> None:
     """Draw the selection of the last rows of a sequence from its history (``attention.selected_weights``): a line for
     each row, a column for each token (in a long sequence, the highest of several), grey where nothing is selected; the
     dashed line is the row itself."""
@@ -128,7 +130,7 @@ def state_read(axes: Axes, weight_YE: Tensor, back_W: Tensor, rows: Sequence[int
 
 
 def weight_scale(figure: Figure, panels: Sequence[Axes]) -> None:
-    """Draw one colour bar for all panels of ``selected`` and ``state_read``, the same in every picture: from 0.1 % to
+    """Draw one colour bar for all panels of ``selection`` and ``state_read``, the same in every picture: from 0.1 % to
     all, logarithmic."""
     bar = figure.colorbar(panels[0].images[0], ax=list(panels), extend="min", aspect=30, pad=0.02)
     bar.set_ticks([0.001, 0.01, 0.1, 1], labels=["0.1 %", "1 %", "10 %", "100 %"])
@@ -150,18 +152,18 @@ def parts(axes: Axes, share_SR: Tensor, rows: Sequence[int], title: str = "") ->
     finish(axes, "token", "share of z, by length", title, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3)
 
 
-def probes(axes: Axes, found: Mapping[str, Mapping[int, Probe]]) -> None:
-    """Draw the accuracy of probes by distance, evenly spaced: a line for each recorded tensor; dotted lines are of
-    shuffled labels, the grey line is chance."""
-    ticks = sorted({distance for curve in found.values() for distance in curve})
-    for (name, curve), style in zip(found.items(), plots.styles(found).values(), strict=True):
+def probes(axes: Axes, curves: Mapping[str, Mapping[int, Probe]]) -> None:
+    """Draw the accuracy of probes by distance, evenly spaced: a line for each recorded tensor. Dotted lines are of
+    shuffled labels; the grey line is chance."""
+    ticks = sorted({distance for curve in curves.values() for distance in curve})
+    for (name, curve), style in zip(curves.items(), plots.styles(curves).values(), strict=True):
         distances, results = list(curve), list(curve.values())
-        how: dict[str, Any] = {"color": style.colour, "marker": style.marker, "markersize": 4, "linewidth": 1.4}
+        options: dict[str, Any] = {"color": style.colour, "marker": style.marker, "markersize": 4, "linewidth": 1.4}
         label = f"{name} ({results[0].features:,} numbers)"
         places = [ticks.index(distance) for distance in distances]
-        axes.plot(places, [result.accuracy for result in results], label=label, **how)
+        axes.plot(places, [result.accuracy for result in results], label=label, **options)
         axes.plot(places, [result.shuffled for result in results], ":", color=style.colour, linewidth=1)
-    chance = [result.chance for curve in found.values() for result in curve.values()]
+    chance = [result.chance for curve in curves.values() for result in curve.values()]
     axes.axhline(sum(chance) / len(chance), color="#888888", linewidth=1, label="chance")
     axes.set_xticks(range(len(ticks)), [f"{tick:,}" for tick in ticks])
     axes.set_ylim(-0.02, 1.02)
@@ -169,63 +171,63 @@ def probes(axes: Axes, found: Mapping[str, Mapping[int, Probe]]) -> None:
     finish(axes, "distance to the token asked for (tokens)", "held-out tokens found (fraction)")
 
 
-def needles(axes: Axes, found: NeedleMap, title: str = "") -> None:
-    """Draw a needle map: a row for each length, a column for each depth, the fraction answered in each cell; empty
-    where no needle can lie."""
-    axes.imshow(found.accuracy_LD, vmin=0, vmax=1, aspect="auto", cmap="viridis")
-    for row, column in found.count_LD.nonzero().tolist():
-        value = float(found.accuracy_LD[row, column])
+def needles(axes: Axes, needle_map: NeedleMap, title: str = "") -> None:
+    """Draw a needle map: a row for each length, a column for each depth, the fraction answered in each cell. A cell is
+    empty if no needle can lie there."""
+    axes.imshow(needle_map.accuracy_LD, vmin=0, vmax=1, aspect="auto", cmap="viridis")
+    for row, column in needle_map.count_LD.nonzero().tolist():
+        value = float(needle_map.accuracy_LD[row, column])
         colour = "white" if value < 0.6 else "black"
         axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=SMALL)
-    middles = [(low + high) / 2 for low, high in zip(found.edges, found.edges[1:], strict=False)]
+    middles = [(low + high) / 2 for low, high in zip(needle_map.edges, needle_map.edges[1:], strict=False)]
     axes.set_xticks(range(len(middles)), [f"{middle:.0%}" for middle in middles])
-    axes.set_yticks(range(len(found.lengths)), [f"{length:,}" for length in found.lengths])
+    axes.set_yticks(range(len(needle_map.lengths)), [f"{length:,}" for length in needle_map.lengths])
     finish(axes, "depth of the needle (of the length)", "length (tokens)", title)
 
 
-def tests(axes: Axes, found: Mapping[str, NeedleTest], chance: float | None = None) -> None:
+def tests(axes: Axes, by_name: Mapping[str, NeedleTest], chance: float | None = None) -> None:
     """Draw intervention tests side by side: the fraction answered with everything, without the attributed places, and
     without the same number of others; a line at ``chance``."""
     parts = {
         "nothing removed": "whole",
-        "what attribution names": "without_named",
-        "as many others": "without_others",
+        "attributed places": "without_attributed",
+        "other places": "without_others",
     }
-    answered(
+    accuracies(
         axes,
-        {name: {label: getattr(test, part) for label, part in parts.items()} for name, test in found.items()},
+        {name: {label: getattr(test, part) for label, part in parts.items()} for name, test in by_name.items()},
         chance,
     )
 
 
-def answered(axes: Axes, found: Mapping[str, Mapping[str, Answers]], chance: float | None = None) -> None:
-    """Draw the fraction answered: a group of bars for each name, in it a bar for each intervention, the same ones
-    everywhere; a line at ``chance``."""
-    labels = list(next(iter(found.values())))
+def accuracies(axes: Axes, groups: Mapping[str, Mapping[str, Answers]], chance: float | None = None) -> None:
+    """Draw the fraction answered: a group of bars for each name, in it a bar for each intervention. All groups have the
+    same interventions. A line stands at ``chance``."""
+    labels = list(next(iter(groups.values())))
     width = 0.8 / len(labels)
     for number, label in enumerate(labels):
-        values = [answers[label].accuracy for answers in found.values()]
-        places = [place + width * (number - (len(labels) - 1) / 2) for place in range(len(found))]
+        values = [group[label].accuracy for group in groups.values()]
+        places = [place + width * (number - (len(labels) - 1) / 2) for place in range(len(groups))]
         axes.bar(places, values, width=0.92 * width, color=plots.COLOURS[BARS[number % len(BARS)]], label=label)
         for place, value in zip(places, values, strict=True):
             axes.text(place, value + 0.01, f"{value:.2f}", ha="center", va="bottom", fontsize=SMALL)
     if chance is not None:
         axes.axhline(chance, color="#888888", linewidth=1, label="chance")
-    counts = {len(group.right_N) for answers in found.values() for group in answers.values()}
-    axes.set_xticks(range(len(found)), list(found))
+    counts = {len(answers.right_N) for group in groups.values() for answers in group.values()}
+    axes.set_xticks(range(len(groups)), list(groups))
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
     axes.set_ylim(0, 1.3)
     title = f"{' or '.join(str(count) for count in sorted(counts))} questions a bar"
     finish(axes, "", "questions answered (fraction)", title, ncols=5, loc="upper center")
 
 
-def restored(axes: Axes, found: Mapping[str, Mapping[str, float]]) -> None:
+def shares_by_part(axes: Axes, models: Mapping[str, Mapping[str, float]]) -> None:
     """Draw the share of an answer that each part of a model brings back by itself (``gsm.analysis.patching``): a row
     for each part, in it a bar for each model."""
-    parts, width = list(next(iter(found.values()))), 0.8 / len(found)
-    for number, (label, shares) in enumerate(found.items()):
+    parts, width = list(next(iter(models.values()))), 0.8 / len(models)
+    for number, (label, shares) in enumerate(models.items()):
         values = [shares[part] for part in parts]
-        places = [place + width * (number - (len(found) - 1) / 2) for place in range(len(parts))]
+        places = [place + width * (number - (len(models) - 1) / 2) for place in range(len(parts))]
         axes.barh(places, values, height=0.92 * width, color=plots.COLOURS[number], label=label)
         for place, value in zip(places, values, strict=True):
             axes.text(max(value, 0) + 0.01, place, f"{round(value, 2) + 0.0:.2f}", va="center", fontsize=SMALL)
@@ -234,20 +236,20 @@ def restored(axes: Axes, found: Mapping[str, Mapping[str, float]]) -> None:
     axes.set_xlim(min(0, axes.get_xlim()[0]), max(1.12, axes.get_xlim()[1]))
     axes.axvline(1, color="#888888", linewidth=1)
     above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
-    finish(axes, f"{BROUGHT_BACK} (0: nothing, 1: all)", ncols=len(found), **above)
+    finish(axes, f"{BROUGHT_BACK} (0: nothing, 1: all)", ncols=len(models), **above)
 
 
-def restored_by_place(axes: Axes, found: Mapping[str, Mapping[int, float]], places: str) -> None:
-    """Draw the same for one place at a time: a group of bars for each place, in it a bar for each name; ``places`` is
-    the label of the axis."""
-    width = 0.8 / len(found)
-    for number, (label, shares) in enumerate(found.items()):
-        at = [place + width * (number - (len(found) - 1) / 2) for place in shares]
-        axes.bar(at, list(shares.values()), width=0.92 * width, color=plots.COLOURS[number], label=label)
-    axes.set_xticks(list(next(iter(found.values()))))
+def shares_by_place(axes: Axes, names: Mapping[str, Mapping[int, float]], axis_label: str) -> None:
+    """Draw the share of an answer that each place brings back by itself: a group of bars for each place, in it a bar
+    for each name."""
+    width = 0.8 / len(names)
+    for number, (label, shares) in enumerate(names.items()):
+        places = [place + width * (number - (len(names) - 1) / 2) for place in shares]
+        axes.bar(places, list(shares.values()), width=0.92 * width, color=plots.COLOURS[number], label=label)
+    axes.set_xticks(list(next(iter(names.values()))))
     axes.axhline(1, color="#888888", linewidth=1)
     axes.set_ylim(min(0, axes.get_ylim()[0]), max(1.1, axes.get_ylim()[1]))
-    finish(axes, places, BROUGHT_BACK, ncols=len(found), loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    finish(axes, axis_label, BROUGHT_BACK, ncols=len(names), loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 def reach(axes: Axes, model: GSM, seen: Recording, names: Sequence[str], most: int) -> None:
@@ -274,9 +276,9 @@ def sink_bars(axes: Axes, model: GSM, seen: Recording) -> None:
     finish(axes, "", "weight of the sink (fraction)")
 
 
-def ranks(axes: Axes, found: Sequence[float], most: int) -> None:
+def ranks(axes: Axes, values: Sequence[float], most: int) -> None:
     """Draw the effective rank of the state that each position sees, with a line at the highest possible rank."""
-    axes.plot(found, color=plots.COLOURS[0], linewidth=1.4)
+    axes.plot(values, color=plots.COLOURS[0], linewidth=1.4)
     axes.axhline(most, color="#888888", linewidth=1, label="at most")
     axes.set_ylim(0, None)
     finish(axes, "position (tokens)", "effective rank of the state")
@@ -287,10 +289,10 @@ def _weights(axes: Axes, weight_YX: Tensor, extent: tuple[float, float, float, f
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm
 
-    shown_YX = weight_YX.float().clamp(min=1e-3).where(weight_YX > 0, torch.nan).cpu().numpy()
+    positive_YX = weight_YX.float().clamp(min=1e-3).where(weight_YX > 0, torch.nan).cpu().numpy()
     colours = colormaps["viridis"].with_extremes(bad="#e4e4e4", under=colormaps["viridis"](0.0))
-    how: dict[str, Any] = {"norm": LogNorm(1e-3, 1), "cmap": colours, "aspect": "auto", "interpolation": "nearest"}
-    axes.imshow(shown_YX, extent=extent, **how)
+    options: dict[str, Any] = {"norm": LogNorm(1e-3, 1), "cmap": colours, "aspect": "auto", "interpolation": "nearest"}
+    axes.imshow(positive_YX, extent=extent, **options)
 
 
 def _scale(axes: Axes, picture: Any, label: str, **options: Any) -> None:

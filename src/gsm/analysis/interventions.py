@@ -29,44 +29,44 @@ from gsm.shapes import last_rows
 
 
 @contextmanager
-def without_entries(model: GSM, gone_BT: Tensor, *, start: bool = True) -> Iterator[None]:
+def without_entries(model: GSM, removed_BT: Tensor, *, start: bool = True) -> Iterator[None]:
     """Remove the entries of the state that were written at some positions.
 
     Args:
         model: any GSM.
-        gone_BT: bool, over the positions of the calls inside of the block, which keep no memory.
-        start: the decoder of such a position also starts from zeros, whatever its ``decoder_start``. If not, only the
-            state lacks them, which later rows read, and the row keeps its z.
+        removed_BT: bool, over the positions of the calls inside of the block; these calls keep no memory.
+        start: whether the decoder of such a position also starts from zeros, with any ``decoder_start``. False: only
+            the state, which later rows read, lacks the entries, and the row keeps its z.
     """
 
-    def gone(entry_BEC: Tensor) -> Tensor:
+    def remove_entries(entry_BEC: Tensor) -> Tensor:
         slots = model.writer.slots
-        gone_BE = last_rows(gone_BT, entry_BEC.shape[1] // slots).repeat_interleave(slots, dim=1)
-        return entry_BEC.masked_fill(gone_BE[..., None], 0)
+        removed_BE = last_rows(removed_BT, entry_BEC.shape[1] // slots).repeat_interleave(slots, dim=1)
+        return entry_BEC.masked_fill(removed_BE[..., None], 0)
 
-    def nothing(x: Tensor) -> Tensor:
-        gone_BR = last_rows(gone_BT, x.shape[1])
-        return x.masked_fill(gone_BR.view(*gone_BR.shape, *[1] * (x.ndim - 2)), 0)
+    def remove_starts(x: Tensor) -> Tensor:
+        removed_BR = last_rows(removed_BT, x.shape[1])
+        return x.masked_fill(removed_BR.view(*removed_BR.shape, *[1] * (x.ndim - 2)), 0)
 
     with ExitStack() as stack:
-        stack.enter_context(patch(parts(model), gone, model))
+        stack.enter_context(patch(parts(model), remove_entries, model))
         if start:
-            stack.enter_context(patch(("decoder/streams", "decoder/start"), nothing, model))
+            stack.enter_context(patch(("decoder/streams", "decoder/start"), remove_starts, model))
         yield
 
 
 def without_state(model: GSM) -> AbstractContextManager[None]:
-    """The state without all that was written, at whatever positions: rows keep their own z, and read nothing else."""
+    """Remove all entries of the state, at all positions: each row keeps its own z, and reads nothing else."""
     return patch(parts(model), torch.zeros_like, model)
 
 
-def without_stage(model: GSM, stage: int, gone_BT: Tensor | None = None) -> AbstractContextManager[None]:
-    """A stage that retrieves nothing, for the writer and for the stages after it.
+def without_stage(model: GSM, stage: int, removed_BT: Tensor | None = None) -> AbstractContextManager[None]:
+    """Remove the retrieval of a stage, for the writer and for the stages after it.
 
     Args:
         model: a GSM with stages.
         stage: its number, from 1.
-        gone_BT: bool, at which positions of the calls; None: at all.
+        removed_BT: bool, the positions of the calls; None: all positions.
 
     Raises:
         ValueError: there is no such stage.
@@ -75,20 +75,20 @@ def without_stage(model: GSM, stage: int, gone_BT: Tensor | None = None) -> Abst
     if not 1 <= stage <= stages:
         raise ValueError(f"stage={stage} is not allowed. Use a number from 1 to {stages}, the stages of this model")
 
-    def nothing(increment_BRD: Tensor) -> Tensor:
-        if gone_BT is None:
+    def remove_increment(increment_BRD: Tensor) -> Tensor:
+        if removed_BT is None:
             return torch.zeros_like(increment_BRD)
-        return increment_BRD.masked_fill(last_rows(gone_BT, increment_BRD.shape[1])[..., None], 0)
+        return increment_BRD.masked_fill(last_rows(removed_BT, increment_BRD.shape[1])[..., None], 0)
 
-    return patch(f"stage/{stage}/increment", nothing, model)
+    return patch(f"stage/{stage}/increment", remove_increment, model)
 
 
 @contextmanager
-def without_stages(model: GSM, gone_BT: Tensor | None = None) -> Iterator[None]:
+def without_stages(model: GSM, removed_BT: Tensor | None = None) -> Iterator[None]:
     """Remove the retrieval of all stages, as ``without_stage``."""
     with ExitStack() as stack:
         for stage in range(1, len(model.aggregation.layers) + 1):
-            stack.enter_context(without_stage(model, stage, gone_BT))
+            stack.enter_context(without_stage(model, stage, removed_BT))
         yield
 
 
@@ -102,23 +102,24 @@ def ablations(model: GSM) -> dict[str, Callable[[], AbstractContextManager[None]
     return ablated
 
 
-def without_slots(model: GSM, gone_BF: Tensor) -> AbstractContextManager[None]:
-    """All banks of the encoder without some slots: their latents become zeros, for encoder layers, stages and indexers.
+def without_slots(model: GSM, removed_BF: Tensor) -> AbstractContextManager[None]:
+    """Remove some slots of all banks of the encoder. Their latents become zeros for encoder layers, stages and
+    indexers.
 
     Args:
         model: any GSM.
-        gone_BF: bool, over the slots that the calls inside of the block add, which keep no memory: of one document a
-            sequence, slot f holds the tokens from f x ratio on. All other slots stay.
+        removed_BF: bool, over the slots that the calls inside of the block add; these calls keep no memory. With one
+            document in a sequence, slot f holds the tokens from f x ratio on. All other slots stay.
     """
 
-    def nothing(latent_BGC: Tensor) -> Tensor:
-        return latent_BGC.masked_fill(gone_BF[:, : latent_BGC.shape[1], None], 0)
+    def remove_slots(latent_BGC: Tensor) -> Tensor:
+        return latent_BGC.masked_fill(removed_BF[:, : latent_BGC.shape[1], None], 0)
 
-    return patch("encoder/*/latent", nothing, model)
+    return patch("encoder/*/latent", remove_slots, model)
 
 
 def parts(model: GSM) -> list[str]:
-    """The taps of the state's parts: ``state/entries``, unless the reader asks for others."""
+    """Return the taps of the state's parts: ``state/entries``, unless the reader needs other parts."""
     return [f"state/{part.name}" for part in model.writer.parts]
 
 
@@ -146,12 +147,12 @@ class Answers:
 
 @torch.no_grad()
 def answers(model: LanguageModel, token_BT: Tensor, target_BT: Tensor) -> Answers:
-    """Return the answers where there is a target, not -100; int64 [B, T] each, every sequence one document.
+    """Return the answers at all targets but -100. Tokens and targets are int64 [B, T]; every sequence is one document.
 
-    The sequences are read in one call, so that each sequence may lack other parts.
+    One call reads all sequences, so an intervention may remove other parts of each sequence.
     """
     with model.evaluating():
         logit_BTV = model.forward(token_BT).logits
-    asked_BT = target_BT != IGNORED
-    target_N, log_NV = target_BT[asked_BT], logit_BTV[asked_BT].log_softmax(dim=-1)
+    counted_BT = target_BT != IGNORED
+    target_N, log_NV = target_BT[counted_BT], logit_BTV[counted_BT].log_softmax(dim=-1)
     return Answers(log_NV.gather(-1, target_N[:, None])[:, 0], log_NV.argmax(dim=-1) == target_N)

@@ -70,7 +70,7 @@ def measure(
         stages = overlaps(model, batches)
         if not stages:
             return None
-        means = [float(one_N.mean()) if len(one_N) else None for one_N in stages.values()]
+        means = [float(overlap_N.mean()) if len(overlap_N) else None for overlap_N in stages.values()]
         queries = max(map(len, stages.values()))
         rows.append({"length": length, "queries": queries, "chance": chance(model, batches), "stages": means})
     whole = [value for row in rows if row["length"] == context for value in row["stages"] if value is not None]
@@ -114,8 +114,8 @@ def overlaps(model: LanguageModel, sequences: Sequence[Mapping[str, Tensor]]) ->
     by_stage: dict[int, list[Tensor]] = {}
     with model.evaluating():
         for seen in _recordings(model, sequences):
-            for stage, one_N in overlaps_seen(model, seen).items():
-                by_stage.setdefault(stage, []).append(one_N.cpu())
+            for stage, overlap_N in overlaps_seen(model, seen).items():
+                by_stage.setdefault(stage, []).append(overlap_N.cpu())
     return {stage: torch.cat(parts) for stage, parts in sorted(by_stage.items())}
 
 
@@ -123,24 +123,24 @@ def overlaps_seen(model: GSM, seen: Recording) -> dict[int, Tensor]:
     """Return the same for one recorded call: stage s against the encoder layer that it stands on."""
     geometry, by_stage = model.geometry, {}
     for stage, layer in enumerate(model.aggregation.layers, 1):
-        own_BRJ, theirs_BTK = seen.get(f"stage/{stage}/top_k"), seen.get(f"encoder/{layer}/top_k")
-        if own_BRJ is None or theirs_BTK is None:
+        stage_BRJ, encoder_BTK = seen.get(f"stage/{stage}/top_k"), seen.get(f"encoder/{layer}/top_k")
+        if stage_BRJ is None or encoder_BTK is None:
             continue
-        rows = own_BRJ.shape[1]
+        rows = stage_BRJ.shape[1]
         visible_BR = (last_rows(seen["position"], rows) + 1) // geometry.encoder_ratio
-        count_BR = shared_slots(own_BRJ, last_rows(theirs_BTK, rows))
+        count_BR = shared_slots(stage_BRJ, last_rows(encoder_BTK, rows))
         by_stage[stage] = count_BR[visible_BR > geometry.top_k].float() / geometry.top_k
     return by_stage
 
 
-def shared_slots(own_BRJ: Tensor, theirs_BRK: Tensor) -> Tensor:
+def shared_slots(stage_BRJ: Tensor, encoder_BRK: Tensor) -> Tensor:
     """Return the number of slots that two selections have in common, int64 [B, R]; -1 is no slot. Needs no [J, K] for a
     row."""
-    if not theirs_BRK.shape[-1]:
-        return own_BRJ.new_zeros(own_BRJ.shape[:-1])
-    sorted_BRK = theirs_BRK.sort(dim=-1).values
-    place_BRJ = torch.searchsorted(sorted_BRK, own_BRJ.contiguous()).clamp(max=sorted_BRK.shape[-1] - 1)
-    return ((sorted_BRK.gather(-1, place_BRJ) == own_BRJ) & (own_BRJ >= 0)).sum(dim=-1)
+    if not encoder_BRK.shape[-1]:
+        return stage_BRJ.new_zeros(stage_BRJ.shape[:-1])
+    sorted_BRK = encoder_BRK.sort(dim=-1).values
+    place_BRJ = torch.searchsorted(sorted_BRK, stage_BRJ.contiguous()).clamp(max=sorted_BRK.shape[-1] - 1)
+    return ((sorted_BRK.gather(-1, place_BRJ) == stage_BRJ) & (stage_BRJ >= 0)).sum(dim=-1)
 
 
 def _recordings(model: GSM, sequences: Sequence[Mapping[str, Tensor]]) -> Iterator[Recording]:
@@ -177,10 +177,12 @@ def table(
             [f"{row['length']:,} tokens", *("-" if value is None else f"{100 * value:.1f}" for value in row["stages"])]
         )
         if (by_chance := row.get("chance")) is not None and not facts.get("by_construction"):
-            beyond = ["-" if v is None else f"{(v - by_chance) / (1 - by_chance):.3f}" for v in row["stages"]]
+            beyond = [
+                "-" if value is None else f"{(value - by_chance) / (1 - by_chance):.3f}" for value in row["stages"]
+            ]
             grid.append([f"chance {100 * by_chance:.1f}, beyond it", *beyond])
-        if theirs := published.get(row["length"]):
-            grid.append(["the paper, 0.5B GSM", *(f"{value:.1f}" for value in theirs)])
+        if percentages := published.get(row["length"]):
+            grid.append(["the paper, 0.5B GSM", *(f"{value:.1f}" for value in percentages)])
     width = max(map(len, grid), default=1)
     head = ["overlap with the encoder, %", *(f"stage {stage}" for stage in range(1, width))]
     lines = grid_lines([head, *(row + [""] * (width - len(row)) for row in grid)])

@@ -1,8 +1,7 @@
 """How well a linear map reads the past from a model's memory: ridge regression in closed form, on held-out sequences,
 beside the same with shuffled labels.
 
-A probe shows that information is present. Whether the model uses it, shows its removal
-(``gsm.analysis.interventions``).
+A probe shows that information is present. Its removal shows whether the model uses it (``gsm.analysis.interventions``).
 
 B sequences, T positions, R rows, N samples, F features, Y classes, M entries of the state, C their width.
 """
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gsm.analysis.needles import Asked
+from gsm.analysis.needles import Questions
 from gsm.analysis.state import unrotated
 from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
@@ -27,14 +26,14 @@ TAPS = ("state/*", "decoder/*/state")
 
 @dataclass(frozen=True)
 class Probe:
-    """How well one probe does on samples that it was not fitted to.
+    """The results of one probe on samples that it was not fitted to.
 
     Attributes:
         accuracy: fraction of right labels.
-        shuffled: accuracy of a probe that was fitted to the labels in another order: chance, and the spread of luck.
-        chance: accuracy of always answering with the commonest label of the training samples.
-        fitted, tested: samples of each kind.
-        features: numbers that it reads.
+        shuffled: accuracy of a probe that was fitted to the labels in another order: chance, with the spread of luck.
+        chance: accuracy of the answer that is always the commonest label of the fitted samples.
+        fitted, tested: numbers of samples.
+        features: number of features.
     """
 
     accuracy: float
@@ -46,18 +45,17 @@ class Probe:
 
 
 def probe(feature_NF: Tensor, label_N: Tensor, *, held_out: float = 0.25, ridge: float = 0.1, seed: int = 0) -> Probe:
-    """Fits a linear map with an intercept from features to labels, one-hot, and tests it.
+    """Fit a linear map with an intercept from features to labels, one-hot, and test it.
 
     Args:
-        feature_NF: float; each is brought to mean 0 and variance 1 by the samples that are fitted.
+        feature_NF: float; each feature gets mean 0 and variance 1 over the samples of the fit.
         label_N: int64, in [0, Y).
-        held_out: this fraction of the samples, the last ones, is for testing; so samples of one sequence belong
-            together.
+        held_out: fraction of the samples for testing, from the end. Keep the samples of a sequence together.
         ridge: weight of the squared map, in units of the mean squared feature summed over the samples.
         seed: of the shuffled labels.
 
     Raises:
-        ValueError: fewer than two samples for either.
+        ValueError: fitting or testing has fewer than two samples.
     """
     fitted = len(label_N) - round(held_out * len(label_N))
     if min(fitted, len(label_N) - fitted) < 2:
@@ -68,29 +66,32 @@ def probe(feature_NF: Tensor, label_N: Tensor, *, held_out: float = 0.25, ridge:
     feature_NF = promoted(feature_NF)
     mean_F, spread_F = feature_NF[:fitted].mean(dim=0), feature_NF[:fitted].std(dim=0)
     feature_NF = (feature_NF - mean_F) / spread_F.where(spread_F > 0, 1)
-    near_NF, far_NF, test_N = feature_NF[:fitted], feature_NF[fitted:], label_N[fitted:]
+    fitted_NF, tested_NF, tested_N = feature_NF[:fitted], feature_NF[fitted:], label_N[fitted:]
     shuffle_N = torch.randperm(fitted, generator=torch.Generator().manual_seed(seed)).to(label_N.device)
     orders = [label_N[:fitted], label_N[:fitted][shuffle_N]]
-    target_NX = torch.cat([_one_hot(order_N, int(label_N.max()) + 1, near_NF.dtype) for order_N in orders], dim=1)
+    target_NX = torch.cat([_one_hot(order_N, int(label_N.max()) + 1, fitted_NF.dtype) for order_N in orders], dim=1)
     # Features have mean 0, so that the intercept is the mean of the targets: how common each label is.
-    said_NX = far_NF @ ridge_map(near_NF, target_NX, ridge * fitted) + target_NX.mean(dim=0)
-    right, lucky = (float((said_NY.argmax(dim=1) == test_N).float().mean()) for said_NY in said_NX.chunk(2, dim=1))
-    common = int(torch.bincount(label_N[:fitted]).argmax())
-    return Probe(right, lucky, float((test_N == common).float().mean()), fitted, len(test_N), feature_NF.shape[1])
+    score_NX = tested_NF @ ridge_map(fitted_NF, target_NX, ridge * fitted) + target_NX.mean(dim=0)
+    guesses = [score_NY.argmax(dim=1) for score_NY in score_NX.chunk(2, dim=1)]
+    guesses.append(torch.bincount(label_N[:fitted]).argmax().expand_as(tested_N))
+    accuracy, shuffled, chance = (float((guess_N == tested_N).float().mean()) for guess_N in guesses)
+    return Probe(accuracy, shuffled, chance, fitted, len(tested_N), feature_NF.shape[1])
 
 
 def ridge_map(feature_NF: Tensor, target_NY: Tensor, weight: float) -> Tensor:
-    """The map X [F, Y] with the least ||features X - targets||^2 + weight ||X||^2; targets lose their mean first.
+    """Return the map X [F, Y] with the least ||features X - targets||^2 + weight ||X||^2, where targets have mean 0.
 
-    Solved for features or for samples, whichever are fewer.
+    The linear system has the size of the features or of the samples, whichever are fewer.
     """
     samples, features = feature_NF.shape
     target_NY = target_NY - target_NY.mean(dim=0)
-    few = feature_NF.T @ feature_NF if features <= samples else feature_NF @ feature_NF.T
-    few.diagonal().add_(weight)
     if features <= samples:
-        return torch.linalg.solve(few, feature_NF.T @ target_NY)
-    return feature_NF.T @ torch.linalg.solve(few, target_NY)
+        product_FF = feature_NF.T @ feature_NF
+        product_FF.diagonal().add_(weight)
+        return torch.linalg.solve(product_FF, feature_NF.T @ target_NY)
+    product_NN = feature_NF @ feature_NF.T
+    product_NN.diagonal().add_(weight)
+    return feature_NF.T @ torch.linalg.solve(product_NN, target_NY)
 
 
 def states(model: LanguageModel, token_BT: Tensor, rows: Sequence[int], chunk: int = 4096) -> dict[str, Tensor]:
@@ -158,19 +159,21 @@ def by_distance(
     }
 
 
-def of_needles(model: LanguageModel, asked: Asked, before: int = 0, *, held_out: float = 0.25) -> dict[str, Probe]:
+def of_needles(
+    model: LanguageModel, questions: Questions, before: int = 0, *, held_out: float = 0.25
+) -> dict[str, Probe]:
     """Return probes for the value that each question asks for, from the memory at its key, or some tokens before.
 
     Args:
         model: as of ``states``, trained on the task.
-        asked: questions, at the same places of every sequence.
+        questions: at the same places of every sequence.
         before: distance before the key, in tokens. There, no question has asked for that value yet.
         held_out: as of ``by_distance``.
     """
-    rows = [row - before for row in asked.key_N.unique().tolist()]
-    value_N = asked.token_BT[asked.sequence_N, asked.told_N + 1]
-    share = max(1, round(held_out * len(asked.token_BT))) / len(asked.token_BT)
-    features = states(model, asked.token_BT, rows).items()
+    rows = [row - before for row in questions.key_N.unique().tolist()]
+    value_N = questions.token_BT[questions.sequence_N, questions.needle_N + 1]
+    share = max(1, round(held_out * len(questions.token_BT))) / len(questions.token_BT)
+    features = states(model, questions.token_BT, rows).items()
     return {name: probe(value_BRF.flatten(0, 1), value_N, held_out=share) for name, value_BRF in features}
 
 

@@ -86,7 +86,7 @@ def selection(model: GSM, seen: Recording, sequence: int = 0) -> Figure:
     for axes, (stage, map_RT) in zip(panels, maps.items(), strict=True):
         layer, follows = model.aggregation.layers[stage - 1], stages[stage - 1].retriever.follows_encoder
         how = f"reads what layer {layer} selects" if follows else f"on layer {layer} selects for itself"
-        figures.selected(axes, map_RT, f"stage {stage} {how}")
+        figures.selection(axes, map_RT, f"stage {stage} {how}")
     figures.weight_scale(figure, panels)
     _label_outer(panels, columns=1)
     return figure
