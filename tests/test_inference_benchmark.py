@@ -17,7 +17,7 @@ from gsm.files import write_json
 from gsm.models.base import LanguageModel
 from gsm.paths import ROOT
 from gsm_benchmarks import clients, inference, kernels, timing
-from gsm_benchmarks.inference import Case, Protocol, Read, Served, Text, prompts, take_turns
+from gsm_benchmarks.inference import Case, Protocol, Request, Served, Text, prompts, take_turns
 from gsm_benchmarks.results import read
 
 CPU = torch.device("cpu")
@@ -45,11 +45,11 @@ def served(name: str = "gsm", protocol: Protocol = PROTOCOL) -> Served:
 
 def test_a_request_is_measured_as_it_was_asked_for(tmp_path, capsys):
     output = tmp_path / "a.json"
-    asked = {**QUICK, "models": ["gsm"], "lengths": [40], "synthetic_lengths": [64]}
+    asked = {**QUICK, "models": ["gsm"], "lengths": [40, 64]}
     inference.run(**asked, output=str(output))
     rows, model = read(output)["rows"], model_of("gsm")
-    assert list(rows) == ["gsm pico, 40, read", "gsm pico, 64, decode"]
-    whole, decode = rows.values()
+    assert list(rows) == ["gsm pico, 40", "gsm pico, 64"]
+    whole, longer = rows.values()
     assert whole["prefill"]["tokens_per_second"] == pytest.approx(40e3 / whole["prefill"]["ms"]["median"])
     assert whole["decode"]["tokens_per_second"] == pytest.approx(1e3 / whole["decode"]["ms"]["median"])
     assert 0 < whole["prefill"]["processor_ms"]["median"]
@@ -60,17 +60,16 @@ def test_a_request_is_measured_as_it_was_asked_for(tmp_path, capsys):
     )
     prefill = cost(model).prefill_flops(40, 32).total(), cost(model).prefill_bytes(40, 32, torch.float32).total()
     assert whole["prefill"]["share_of_floor"] == pytest.approx(ROOF.floor(*prefill) / whole["prefill"]["ms"]["median"])
-    assert whole["turn"] != decode["turn"] and len(whole["decode"]["ms"]["each"]) == 1
+    assert whole["turn"] != longer["turn"] and len(whole["decode"]["ms"]["each"]) == 1
     assert whole["runs"] == {"warm_up": 0, "runs": 1}
     assert whole["cache"]["bytes"] == whole["cache"]["formula"] == model.start(1, capacity=42).nbytes()
-    assert (whole["synthetic"], decode["synthetic"], "prefill" in decode) == (False, True, False)
     inference.run(**asked, output=str(output))
     assert capsys.readouterr().out.count("measured already") == 2
-    assert "| gsm pico, 64, decode |" in output.with_suffix(".md").read_text()
+    assert "| gsm pico, 64 |" in output.with_suffix(".md").read_text()
 
 
 def test_a_request_reads_the_prompt_and_every_given_token(monkeypatch):
-    request = Read(served(), 40)
+    request = Request(served(), 40)
     logits, decode = [], request.engine.decode
     monkeypatch.setattr(request.engine, "decode", lambda token_B: logits.append(decode(token_B)))
     for _ in range(2):
@@ -89,24 +88,24 @@ def test_what_does_not_fit_is_refused_beforehand_and_says_what_would(monkeypatch
     model = served()
     monkeypatch.setattr(inference, "available_bytes", lambda device: model.room.needed(100))
     begun = []
-    monkeypatch.setattr(Read, "prepare", lambda self: begun.append(self))
-    ((_, row),) = take_turns([Case("gsm", 4096, "read")], lambda name: model)
+    monkeypatch.setattr(Served, "engine", lambda self, tokens: begun.append(tokens))
+    ((_, row),) = take_turns([Case("gsm", 4096)], lambda name: model)
     assert not begun and row["failed"].startswith("out of memory: about ")
     assert row["failed"].endswith(f"would fit: {model.room.fits(model.room.needed(100)):,} tokens at batch 1")
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), RuntimeError("you tried: can't allocate memory")])
 def test_memory_that_runs_out_leaves_a_row_and_the_others(monkeypatch, error):
-    lap, calls = Read.lap, itertools.count()
+    lap, calls = Request.lap, itertools.count()
 
     def broken(self):
         if next(calls) == 0:
             raise error
         return lap(self)
 
-    monkeypatch.setattr(Read, "lap", broken)
+    monkeypatch.setattr(Request, "lap", broken)
     model = served()
-    rows = [row for _, row in take_turns([Case("gsm", 24, "read"), Case("gsm", 25, "read")], lambda name: model)]
+    rows = [row for _, row in take_turns([Case("gsm", 24), Case("gsm", 25)], lambda name: model)]
     most = rows[0]["failed"].split("would fit: ")[1].split()[0]
     assert int(most.replace(",", "")) < 24 and "failed" not in rows[1]
 
@@ -116,8 +115,9 @@ def test_runs_alternate_and_what_finds_no_room_comes_after(monkeypatch):
     models = {name: served(protocol=replace(PROTOCOL, runs=2)) for name in "abc"}
     need = models["a"].room.needed(24)
 
-    class Fake(Read):
-        def prepare(self):
+    class Fake(Request):
+        def __init__(self, served, tokens):
+            super().__init__(served, tokens)
             held.append(need)
 
         def lap(self):
@@ -129,16 +129,11 @@ def test_runs_alternate_and_what_finds_no_room_comes_after(monkeypatch):
                 held.clear()
             return {}
 
-    monkeypatch.setitem(inference.KINDS, "read", Fake)
+    monkeypatch.setattr(inference, "Request", Fake)
     monkeypatch.setattr(inference, "available_bytes", lambda device: 2 * need + 1 - sum(held))
-    cases = [Case(name, 24, "read") for name in "abc"]
+    cases = [Case(name, 24) for name in "abc"]
     assert [case.model for case, _ in take_turns(cases, models.__getitem__)] == ["a", "b", "c"]
     assert "".join(order) == "abba" + "cc"
-
-
-def test_decoding_alone_comes_before_reading_at_every_length():
-    plain = inference.plan(["gsm"], [512, 256], [256])
-    assert [(case.tokens, case.kind) for case in plain] == [(256, "decode"), (256, "read"), (512, "read")]
 
 
 @pytest.mark.parametrize(
@@ -154,11 +149,9 @@ def test_a_value_out_of_range_is_one_sentence(options, said):
         inference.run(**{**QUICK, **options})
 
 
-def request(
-    model: str, tokens: int, prefill: float, decode: float, kind: str = "read", **others: Any
-) -> dict[str, Any]:
+def request(model: str, tokens: int, prefill: float, decode: float, **others: Any) -> dict[str, Any]:
     """A row: milliseconds of a prompt, and of a token."""
-    parts = {"prefill": prefill, "decode": decode} if kind == "read" else {"prefill": prefill}
+    parts = {"prefill": prefill, "decode": decode}
     times = {
         name: {
             "ms": timing.spread([ms])._asdict(), "processor_ms": None, "flops": 2 * ms, "bytes": 3 * ms,
@@ -167,8 +160,8 @@ def request(
         for name, ms in parts.items()
     }  # fmt: skip
     facts = {"device": "a CPU", "threads": 1, "versions": {"torch": "2"}, "sources": "s", "commit": "c"}
-    about = {"model": model, "tokens": tokens, "kind": kind, "protocol": vars(PROTOCOL), "turn": "a", "peak_gib": None}
-    ran = {"runs": {"warm_up": 0, "runs": 1}, "synthetic": False, "text": "t", "ceilings": ROOF._asdict()}
+    about = {"model": model, "tokens": tokens, "kind": "read", "protocol": vars(PROTOCOL), "turn": "a"}
+    ran = {"runs": {"warm_up": 0, "runs": 1}, "text": "t", "ceilings": ROOF._asdict(), "peak_gib": None}
     return {**facts, **about, **ran, **times, "cache": {"bytes": 1 << 20}, **others}
 
 
@@ -178,7 +171,7 @@ def test_gsm_is_compared_with_the_others(tmp_path):
         request("baseline", 1024, 25, 3, turn="b"),
     ]
     text = inference.against(rows)
-    assert "| baseline, read (not in turns) | 1K | 2.50 |  | 2.50 | 1.50 |  | 1.50 | 1.000 |" in text
+    assert "| baseline (not in turns) | 1K | 2.50 |  | 2.50 | 1.50 |  | 1.50 | 1.000 |" in text
     write_json(tmp_path / "a.json", {**rows[0], "command": "x", "rows": {str(n): row for n, row in enumerate(rows)}})
     inference.run(results=str(tmp_path / "a.json"))
     assert text in (tmp_path / "a.md").read_text()

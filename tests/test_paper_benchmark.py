@@ -55,7 +55,7 @@ def test_the_settings_are_the_papers_and_its_numbers_stand_beside_ours(measured,
     assert (steps["batch_size"], steps["warm_up"], steps["steps"]) == (4, 5, 12)
     assert "context" not in steps and steps["recompute"] is True, "the size's own context, which is 4,096 at 1p5b"
     assert (requests["batch_size"], requests["warm_up"], requests["runs"], requests["steps"]) == (1, 2, 3, 64)
-    assert requests["lengths"] == [512] and requests["synthetic_lengths"] == []
+    assert requests["lengths"] == [512]
     text = path.with_suffix(".md").read_text()
     assert "| training, 4 sequences: s a step | 4 | 2 | 0.5 |  | 2.578 | 2.462 | 0.955 |" in text
     assert "| prefill, 512 tokens: tokens/s | 500 | 1,000 | 2 | 2 |  |  | above 1 |" in text

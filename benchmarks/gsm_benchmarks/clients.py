@@ -2,8 +2,7 @@
 parameters and layers.
 
 Both run in one process, in float32, with random weights, and take turns: a step of training (forward, backward,
-clipping, AdamW), prefill to the last position's logits with the memory ready, and decoding, after a prompt or after a
-memory that is made up.
+clipping, AdamW), prefill to the last position's logits with the memory ready, and decoding after a prompt.
 
 Llama gets our width, depth, vocabulary and heads. Its keys and values have the number of heads of its queries. Its
 feed-forward is as wide as needed for the number of our parameters. It attends by PyTorch's SDPA.
@@ -37,7 +36,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gsm.cache.synthetic import synthetic_memory
 from gsm.config.load import instantiate
 from gsm.engine import Engine
 from gsm.models.base import LanguageModel
@@ -53,7 +51,6 @@ from .results import Asked, Row, quartiles, read, table
 from .timing import WARM_UP, Run, spread, take_turns
 
 WORK = ("step", "prefill", "decode")
-MADE_UP = "decode, made up"  # after a memory that nothing was read into: where reading would take too long
 DECODED = 16  # tokens of a lap
 CLIP = 1.0
 HEAD = (
@@ -85,13 +82,6 @@ class Ours:
     def decode(self, token_B1: Tensor, memory: Any) -> tuple[Tensor, Any]:
         """Logits of one more token, [B, 1, V], and the engine after it."""
         return memory.decode(token_B1[:, 0])[:, None], memory
-
-    def made_up(self, tokens: int, room: int) -> Any:
-        """Return an engine with random entries, in the form that these tokens of one sequence would leave."""
-        engine = Engine(self.model, capacity=tokens + room)
-        generator = torch.Generator(engine.device).manual_seed(0)
-        engine.load(synthetic_memory(self.model, tokens, tokens + room, 1, generator))
-        return engine
 
 
 class Theirs:
@@ -131,10 +121,6 @@ class Theirs:
     def _read(self, tokens_BT: Tensor, cache: Any) -> tuple[Tensor, Any]:
         out = self.model(input_ids=tokens_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return out.logits[:, -1:], out.past_key_values
-
-    def made_up(self, tokens: int, room: int) -> Any:
-        """Raises ValueError: the library has no such thing for this model."""
-        raise ValueError(f"made_up lengths are for client=llama, not for {type(self).__name__}")
 
 
 class DeepseekV4(Theirs):
@@ -181,16 +167,6 @@ class Llama(Theirs):
             attn_implementation="sdpa",
         )
         super().__init__(library().LlamaForCausalLM(config), {"attention": "sdpa"})
-
-    def made_up(self, tokens: int, room: int) -> Any:
-        """Return a cache of random keys and values, in the form that these tokens of one sequence would leave."""
-        config = self.model.config
-        cache, shape = library().DynamicCache(config=config), (1, config.num_key_value_heads, tokens, config.head_dim)
-        generator = torch.Generator(self.model.device).manual_seed(0)
-        for layer in range(config.num_hidden_layers):
-            key, value = (torch.randn(shape, generator=generator, device=self.model.device) for _ in range(2))
-            cache.update(key, value, layer)
-        return cache
 
 
 CLIENTS: dict[str, Any] = {"deepseek_v4": DeepseekV4, "llama": Llama}
@@ -256,7 +232,7 @@ def configuration(geometry: Geometry, **changes: Any) -> Any:
 @dataclass(frozen=True)
 class Job:
     """A measurement: a model beside a client, their size, the number of sequences and of tokens in each, the kind of
-    work (``step``, ``prefill``, ``decode`` or MADE_UP), and the largest numbers of rounds and seconds."""
+    work (``step``, ``prefill`` or ``decode``), and the largest numbers of rounds and seconds."""
 
     of: Model
     client: str
@@ -276,7 +252,7 @@ class Job:
     def about(self) -> dict[str, Any]:
         """Return the constants of its row; ``tokens`` is the number of tokens that a lap decodes."""
         about = {"model": self.of.name, "client": self.client, "size": self.size, "batch_size": self.batch}
-        tokens = DECODED if self.work in ("decode", MADE_UP) else 1
+        tokens = DECODED if self.work == "decode" else 1
         return {**about, "context": self.context, "work": self.work, "dtype": "float32", "tokens": tokens}
 
 
@@ -285,7 +261,6 @@ def run(
     sizes: Sequence[str] = ("nano", "tiny"),
     contexts: Sequence[int] = (1024, 4096),
     work: Sequence[str] = WORK,
-    made_up: Sequence[int] = (),
     client: str = "deepseek_v4",
     batch_size: int = 1,
     rounds: int = 5,
@@ -304,23 +279,20 @@ def run(
     how = Asked(**asked)
     if how.results:
         return _show(Path(how.results))
-    if min(batch_size, rounds, *contexts, *made_up) < 1 or not set(work) <= set(WORK):
+    if min(batch_size, rounds, *contexts) < 1 or not set(work) <= set(WORK):
         raise ValueError(
-            f"batch_size {batch_size}, rounds {rounds}, contexts {list(contexts)}, made_up {list(made_up)}: give 1 or "
-            f"more; work {list(work)}: there are {', '.join(WORK)}"
+            f"batch_size {batch_size}, rounds {rounds}, contexts {list(contexts)}: give 1 or more; "
+            f"work {list(work)}: there are {', '.join(WORK)}"
         )
-    if client not in CLIENTS or made_up and client != "llama":
-        raise ValueError(
-            f"client {client!r}: there are {', '.join(CLIENTS)}; made_up {list(made_up)} is for client=llama"
-        )
+    if client not in CLIENTS:
+        raise ValueError(f"client={client} is not allowed because it is unknown. Use {' or '.join(CLIENTS)}.")
     where = machine.chosen(how.device)
     file = how.open("clients", where)
     file.facts["versions"] |= {"transformers": library().__version__}
     pairs = [(size, model) for size in sizes for model in read_models(models) if model.trained_size in (None, size)]
-    tasks = [*((batch_size, *cell) for cell in itertools.product(contexts, work)), *((1, n, MADE_UP) for n in made_up)]
     rows = {}
-    for (size, model), (batch, context, task) in itertools.product(pairs, tasks):
-        job = Job(model, client, size, batch, context, task, rounds, seconds)
+    for (size, model), context, task in itertools.product(pairs, contexts, work):
+        job = Job(model, client, size, batch_size, context, task, rounds, seconds)
         rows[job.name], file.given[job.name] = (job.about(), partial(measure, job, where)), model.given
     return file.fill(rows, {"rounds": rounds, "seconds": seconds}, show=_show)
 
@@ -351,7 +323,7 @@ def _measured(job: Job, device: torch.device) -> dict[str, Any]:
         optimizer = instantiate(config["optimizer"], "optimizer")
         runs = {who: training_step(side, optimizer, tokens_BT) for who, side in pair.items()}
     else:
-        make = {"prefill": _prefill, "decode": _decode, MADE_UP: _decode_made_up}[job.work]
+        make = {"prefill": _prefill, "decode": _decode}[job.work]
         runs = {who: make(side, tokens_BT[:, :-1], job.rounds) for who, side in pair.items()}
     return {**row, **paired(runs, device, job.rounds, job.seconds)}
 
@@ -404,24 +376,10 @@ def _prefill(contender: Ours | Theirs, tokens_BT: Tensor, rounds: int) -> Run:
 
 
 def _decode(contender: Ours | Theirs, tokens_BT: Tensor, rounds: int) -> Run:
-    """Decodes on and on from the end of a prompt, so that all laps have nearly its length."""
+    """Decode on and on from the end of a prompt, so that all laps have nearly its length."""
     contender.model.eval()
-    _, memory = contender.prefill(tokens_BT, _room(rounds))
-    return _laps(contender, tokens_BT, memory)
+    _, memory = contender.prefill(tokens_BT, room=(1 + WARM_UP + rounds) * DECODED)
 
-
-def _decode_made_up(contender: Ours | Theirs, tokens_BT: Tensor, rounds: int) -> Run:
-    """The same after a memory that nothing was read into."""
-    contender.model.eval()
-    return _laps(contender, tokens_BT, contender.made_up(tokens_BT.shape[1], _room(rounds)))
-
-
-def _room(rounds: int) -> int:
-    """Tokens that all laps decode."""
-    return (1 + WARM_UP + rounds) * DECODED
-
-
-def _laps(contender: Ours | Theirs, tokens_BT: Tensor, memory: Any) -> Run:
     def lap() -> None:
         nonlocal memory
         for _ in range(DECODED):
@@ -449,7 +407,7 @@ def _cells(name: str, row: Row) -> tuple[str, ...]:
         return name, f"failed: {row['failed']}", "", "", "", sizes
     both = (quartiles(row[f"{who}_ms"], row["tokens"]) for who in ("ours", "theirs"))
     ratio, processor = _ratio(row, ""), _ratio(row, "processor_") if "processor_ratio" in row else ""
-    title = f"{name}{' a token' if row['work'] in ('decode', MADE_UP) else ''}"
+    title = f"{name}{' a token' if row['work'].startswith('decode') else ''}"
     return title, *both, ratio, processor, sizes
 
 

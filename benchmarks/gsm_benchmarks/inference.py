@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -25,7 +24,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gsm.cache.synthetic import synthetic_memory
 from gsm.costs.model import cost
 from gsm.costs.room import GUESS, Room, available_bytes
 from gsm.data.module import TextData
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
     from gsm.plots import Style
 
 LENGTHS = {"cuda": [256 << n for n in range(11)], "cpu": [256 << n for n in range(7)]}
-SYNTHETIC = {"cuda": [4096, 65536, 262144], "cpu": [1024, 65536]}
 SIZES, DTYPES = {"cuda": "1p5b", "cpu": "nano"}, {"cuda": "bfloat16", "cpu": "float32"}
 WIDTHS = ("float32", "bfloat16", "float16", "float64")
 STDLIB, RANDOM = "stdlib", "random"
@@ -80,23 +77,21 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Case:
-    """A measurement: ``read``, a whole request; ``decode``, tokens alone, after a synthetic memory."""
+    """A request that is measured: its model, and the tokens of its prompt."""
 
     model: str
     tokens: int
-    kind: str
 
     def name(self, protocol: Protocol) -> str:
         """Return the name of its row."""
         at_once = f"{protocol.batch} x " if protocol.batch > 1 else ""
-        return f"{self.model} {protocol.size}, {at_once}{short(self.tokens)}, {self.kind}"
+        return f"{self.model} {protocol.size}, {at_once}{short(self.tokens)}"
 
 
 def run(
     models: Sequence[Entry] = models.ALL,
     size: str | None = None,
     lengths: Sequence[int] | None = None,
-    synthetic_lengths: Sequence[int] | None = None,
     batch_size: int = 1,
     chunk: int = 4096,
     steps: int = 64,
@@ -120,49 +115,34 @@ def run(
     if how.results:
         return show(Path(how.results))
     counts = {"batch_size": batch_size, "chunk": chunk, "steps": steps, "runs": runs, "warm_up": warm_up + 1}
-    if min([*counts.values(), *(lengths or [1]), *(synthetic_lengths or [1])]) < 1:
-        raise ValueError(f"{counts}, lengths {lengths}, {synthetic_lengths}: give 1 or more, and warm_up 0 or more")
+    if min([*counts.values(), *(lengths or [1])]) < 1:
+        raise ValueError(f"{counts}, lengths {lengths}: give 1 or more, and warm_up 0 or more")
     if dtype not in (None, *WIDTHS):
         raise ValueError(f"dtype={dtype} is not allowed. Use {', '.join(WIDTHS)}, or null")
     where = machine.chosen(how.device)
     chosen = read_models(models)
-    names = [model.name for model in chosen]
     size, dtype = one_size(chosen, size, SIZES[where.type]), dtype or DTYPES[where.type]
     protocol = Protocol(size, batch_size, chunk, steps, warm_up, runs, seconds, dtype, text)
-    cases = plan(
-        names,
-        LENGTHS[where.type] if lengths is None else lengths,
-        SYNTHETIC[where.type] if synthetic_lengths is None else synthetic_lengths,
-    )
+    lengths = sorted({*(LENGTHS[where.type] if lengths is None else lengths)})
+    cases = [Case(model.name, tokens) for tokens in lengths for model in chosen]
     file, served = how.open("inference", where), _served(chosen, protocol, where)
     by_row = {case.name(protocol): case for case in cases}
     file.given = {name: model.given for name, case in by_row.items() for model in chosen if model.name == case.model}
     with file.showing(show):
         left = [by_row[name] for name in file.left(by_row, asdict(protocol))]
-        for _, group in groupby(left, key=lambda case: (case.tokens, case.kind == "decode")):
+        for _, group in groupby(left, key=lambda case: case.tokens):
             _measure([*group], file, served, protocol)
     return file.path
 
 
 def _measure(cases: Sequence[Case], file: results.Results, served: Callable[[str], Served], protocol: Protocol) -> None:
     """Measure cases in turns and add their rows."""
-    rows = {case.name(protocol): {**vars(case), "protocol": asdict(protocol)} for case in cases}
+    rows = {case.name(protocol): {**vars(case), "kind": "read", "protocol": asdict(protocol)} for case in cases}
     print(f"in turns: {'; '.join(rows)}", flush=True)
     with file.measuring(rows):
         for case, row in take_turns(cases, served):
             name = case.name(protocol)
             file.add(name, {**rows[name], **row, "kernels": explain()})
-
-
-def plan(models: Sequence[str], lengths: Sequence[int], synthetic_lengths: Sequence[int]) -> list[Case]:
-    """Return all cases, length by length; of a length those first that take seconds. Arguments as of ``run``."""
-    cases = []
-    for tokens in sorted({*lengths, *synthetic_lengths}):
-        if tokens in synthetic_lengths:
-            cases += [Case(model, tokens, "decode") for model in models]
-        if tokens in lengths:
-            cases += [Case(model, tokens, "read") for model in models]
-    return cases
 
 
 def _served(models: Sequence[Model], protocol: Protocol, device: torch.device) -> Callable[[str], Served]:
@@ -257,16 +237,14 @@ class Served:
         return ids_BT[:, :tokens].contiguous(), list(ids_BT[:, tokens:].T.contiguous())
 
 
-class Request(ABC):
-    """A case that can be run again and again; one class for each kind.
+class Request:
+    """A request that can be run again and again: a prompt is read, and tokens follow.
 
     Attributes:
         times: of every timed run, by ``prefill`` and ``decode``.
         runs: how many runs were not timed (``warm_up``) and were (``runs``).
         extra: most bytes beside the weights; None where the system does not report it.
     """
-
-    memories = 1  # that it holds
 
     def __init__(self, served: Served, tokens: int) -> None:
         self.served, self.tokens = served, tokens
@@ -275,7 +253,8 @@ class Request(ABC):
         self.spent = 0.0  # seconds
         with watching(served.device) as built:
             self.prompt_BT, self.given = served.cut(tokens)
-            self.prepare()
+            self.engine = served.engine(tokens)  # all runs use its memory
+            self.engine.warm_up()
         self._built, self.extra = built.extra, built.extra
 
     def run(self, timed: bool) -> None:
@@ -299,105 +278,47 @@ class Request(ABC):
         gib = None if self.extra is None else (served.weights + self.extra) / 2**30
         return {**about, **self.measured(), "runs": self.runs, "peak_gib": gib}
 
-    @abstractmethod
-    def prepare(self) -> None:
-        """Make the memory, which all runs use."""
-
-    @abstractmethod
     def lap(self) -> dict[str, Moment]:
-        """Run once; return the time of each part."""
+        """Prefill into an empty memory, then decode the tokens. Return the time of the prompt, and that of a token."""
+        start = now(self.served.device)
+        self.engine.reset()
+        self.engine.prefill(self.prompt_BT)
+        read = now(self.served.device)
+        for token_B in self.given:
+            self.engine.decode(token_B)
+        decoded = now(self.served.device).since(read, parts=len(self.given))
+        return {"prefill": read.since(start), "decode": decoded}
 
-    @abstractmethod
     def measured(self) -> dict[str, Any]:
-        """Return the part of a row that this kind of request has."""
+        """Return times, FLOPs, bytes and rates of the prompt and of a token, and the bytes of the memory. The larger of
+        the floors by FLOPs and by bytes counts."""
+        (prefill_s, prefill), (decode_s, decode) = self.spreads("prefill"), self.spreads("decode")
+        served, tokens, memory = self.served, self.tokens, self.engine.memory
+        protocol, costs, roof = served.protocol, served.cost, served.roof
+        flops = protocol.batch * costs.prefill_flops(tokens, protocol.chunk).total()
+        moved = costs.prefill_bytes(tokens, protocol.chunk, served.dtype, protocol.batch).total()
+        prefill |= {
+            "tokens_per_second": self.prompt_BT.numel() / prefill_s,
+            "flops": flops,
+            "bytes": moved,
+            "share_of_product": flops / prefill_s / roof.flops,
+            "share_of_floor": roof.floor(flops, moved) / 1e3 / prefill_s,
+        }
+        moved = costs.decode_bytes(tokens, served.dtype, protocol.batch).total()
+        decode |= {
+            "tokens_per_second": protocol.batch / decode_s,
+            "flops": protocol.batch * costs.decode_flops(tokens).total(),
+            "bytes": moved,
+            "share_of_floor": moved / roof.bytes / decode_s,
+        }
+        cache = {"bytes": memory.nbytes(), "formula": served.cache_bytes(tokens), "parts": memory.breakdown()}
+        return {"prefill": prefill, "decode": decode, "cache": cache}
 
     def spreads(self, part: str) -> tuple[float, dict[str, Any]]:
         """Return the median in seconds, and the spread of milliseconds as a row has it, with each run's."""
         wall, processor = ({**spread(times)._asdict(), "each": times} for times in zip(*self.times[part], strict=True))
         processor_ms = processor if self.served.device.type == "cpu" else None
         return wall["median"] / 1e3, {"ms": wall, "processor_ms": processor_ms}
-
-
-class Decode(Request):
-    """Tokens alone, after a memory of random numbers that has the form of one into which a prompt was read."""
-
-    synthetic = True
-    memories = 2  # the random one is copied into that of the engine
-
-    def prepare(self) -> None:
-        """Make the engine, and the memory with which every run begins."""
-        self.engine = self.served.engine(self.tokens)
-        generator = torch.Generator(self.served.device).manual_seed(0)
-        capacity, batch = self.tokens + self.served.protocol.steps, self.served.protocol.batch
-        self.prefix = synthetic_memory(self.served.model, self.tokens, capacity, batch, generator)
-        self.engine.load(self.prefix)  # no prompt will be read: decoding alone is recorded
-        self.engine.warm_up()
-
-    def lap(self) -> dict[str, Moment]:
-        """Decode the tokens."""
-        self.engine.load(self.prefix)
-        return self.decode()
-
-    def decode(self) -> dict[str, Moment]:
-        """Decode the tokens; return the mean time of one."""
-        start = now(self.served.device)
-        for token_B in self.given:
-            self.engine.decode(token_B)
-        return {"decode": now(self.served.device).since(start, parts=len(self.given))}
-
-    def measured(self) -> dict[str, Any]:
-        """Return times, bytes and rates of a token, and the bytes of the memory."""
-        served, memory = self.served, self.engine.memory
-        cache = {"bytes": memory.nbytes(), "formula": served.cache_bytes(self.tokens), "parts": memory.breakdown()}
-        (seconds, times), batch = self.spreads("decode"), served.protocol.batch
-        moved = served.cost.decode_bytes(self.tokens, served.dtype, batch).total()
-        decode = {
-            **times,
-            "tokens_per_second": batch / seconds,
-            "flops": batch * served.cost.decode_flops(self.tokens).total(),
-            "bytes": moved,
-            "share_of_floor": moved / served.roof.bytes / seconds,
-        }
-        return {"decode": decode, "cache": cache, "synthetic": self.synthetic}
-
-
-class Read(Decode):
-    """A whole request: a prompt is read, and tokens follow."""
-
-    synthetic = False
-    memories = 1
-
-    def prepare(self) -> None:
-        """Make the engine, with its graphs."""
-        self.engine = self.served.engine(self.tokens)
-        self.engine.warm_up()
-
-    def lap(self) -> dict[str, Moment]:
-        """Prefill into an empty memory, then decode the tokens."""
-        start = now(self.served.device)
-        self.engine.reset()
-        self.engine.prefill(self.prompt_BT)
-        return {"prefill": now(self.served.device).since(start), **self.decode()}
-
-    def measured(self) -> dict[str, Any]:
-        """Return times, FLOPs and rates of the prompts, and the part of decoding. Both FLOPs and bytes give the
-        floor."""
-        served, (seconds, times) = self.served, self.spreads("prefill")
-        chunk, batch = served.protocol.chunk, served.protocol.batch
-        flops = batch * served.cost.prefill_flops(self.tokens, chunk).total()
-        moved = served.cost.prefill_bytes(self.tokens, chunk, served.dtype, batch).total()
-        prefill = {
-            **times,
-            "tokens_per_second": self.prompt_BT.numel() / seconds,
-            "flops": flops,
-            "bytes": moved,
-            "share_of_product": flops / seconds / served.roof.flops,
-            "share_of_floor": served.roof.floor(flops, moved) / 1e3 / seconds,
-        }
-        return {"prefill": prefill, **super().measured()}
-
-
-KINDS: dict[str, type[Request]] = {"read": Read, "decode": Decode}
 
 
 def take_turns(cases: Sequence[Case], served: Callable[[str], Served]) -> Iterator[tuple[Case, dict[str, Any]]]:
@@ -411,11 +332,10 @@ def take_turns(cases: Sequence[Case], served: Callable[[str], Served]) -> Iterat
     while waiting:
         turn: dict[Case, Request | None] = {}
         for case in waiting:
-            memories = KINDS[case.kind].memories
             model = served(case.model)
-            fits = model.room.needed(case.tokens, memories) <= available_bytes(model.device)
+            fits = model.room.needed(case.tokens) <= available_bytes(model.device)
             if fits:
-                turn[case] = machine.in_memory(lambda case=case, model=model: KINDS[case.kind](model, case.tokens))
+                turn[case] = machine.in_memory(lambda case=case, model=model: Request(model, case.tokens))
             elif not any(turn.values()):
                 turn[case] = None
         protocol = served(waiting[0].model).protocol
@@ -450,8 +370,7 @@ def _timed(request: Request, timed: bool) -> bool:
 
 
 def _refusal(case: Case, model: Served) -> dict[str, str]:
-    memories, available = KINDS[case.kind].memories, available_bytes(model.device)
-    return {"failed": model.room.refusal(case.tokens, available, memories, tried=True)}
+    return {"failed": model.room.refusal(case.tokens, available_bytes(model.device), tried=True)}
 
 
 # The table and the picture of a file.
@@ -527,19 +446,19 @@ def against(rows: Sequence[Row]) -> str:
     leader = "gsm" if "gsm" in names else names[0]
     cells = []
     for row in rows:
-        ours = find(rows, leader, row["tokens"], row["kind"])
+        ours = find(rows, leader, row["tokens"])
         if ours is None or ours is row or row.get("failed"):
             continue
         apart = "" if ours["turn"] == row["turn"] else " (not in turns)"
         cache_ratio = f"{ours['cache']['bytes'] / row['cache']['bytes']:.3f}" if "cache" in row else ""
         speeds = *_faster(ours, row, "prefill", "flops"), *_faster(ours, row, "decode", "bytes")
-        cells.append((f"{row['model']}, {row['kind']}{apart}", short(row["tokens"]), *speeds, cache_ratio))
+        cells.append((f"{row['model']}{apart}", short(row["tokens"]), *speeds, cache_ratio))
     return table((f"{leader} {AGAINST[0]}", *AGAINST[1:]), cells) if cells else ""
 
 
-def find(rows: Sequence[Row], model: str, tokens: int, kind: str) -> Row | None:
+def find(rows: Sequence[Row], model: str, tokens: int) -> Row | None:
     """Return the row of a case, unless it failed."""
-    same = (r for r in rows if (r["model"], r["tokens"], r["kind"]) == (model, tokens, kind) and not r.get("failed"))
+    same = (row for row in rows if (row["model"], row["tokens"]) == (model, tokens) and not row.get("failed"))
     return next(same, None)
 
 
@@ -564,25 +483,21 @@ def value(row: Row, part: str) -> float:
 
 
 def picture(rows: Sequence[Row]) -> bytes:
-    """Return a PNG of the paper's three panels. Open marks: after a synthetic memory.
+    """Return a PNG of the paper's three panels.
 
     Raises ValueError if no request was measured, ImportError if matplotlib is missing.
     """
     name = title(rows)
-    rows = [row for row in rows if not row.get("failed") and row["kind"] in ("read", "decode")]
+    rows = [row for row in rows if not row.get("failed")]
     if not rows:
         raise ValueError(f"{name}: no request was measured, and so there is no picture")
     labels = {"prefill": "prefill (tokens/s)", "decode": "decode (tokens/s)", "cache": "cache (MiB)"}
     names, lengths = dict.fromkeys(row["model"] for row in rows), [row["tokens"] for row in rows]
-    return panels(f"{name}; open marks: synthetic memory", labels, names, lengths, partial(_draw, rows))
+    return panels(name, labels, names, lengths, partial(_draw, rows))
 
 
 def _draw(rows: Sequence[Row], axes: Axes, part: str, model: str, style: Style) -> None:
-    """Draw one model: a line through all its lengths, at each the request with a real prompt where there is one."""
-    mine = (row for row in rows if row["model"] == model and part in row)
-    by_length = {row["tokens"]: row for row in sorted(mine, key=lambda row: not row["synthetic"])}
-    points = sorted((tokens, value(row, part), row["synthetic"]) for tokens, row in by_length.items())
-    axes.plot([n for n, *_ in points], [y for _, y, _ in points], style.line, color=style.colour, linewidth=1.4)
-    for tokens, y, synthetic in points:
-        face = "white" if synthetic else style.colour
-        axes.plot(tokens, y, style.marker, color=style.colour, markerfacecolor=face, markersize=4.5)
+    """Draw one model: a line through all its lengths."""
+    points = sorted((row["tokens"], value(row, part)) for row in rows if row["model"] == model)
+    how = {"color": style.colour, "linewidth": 1.4, "markersize": 4.5}
+    axes.plot(*zip(*points, strict=True), style.marker + style.line, **how)

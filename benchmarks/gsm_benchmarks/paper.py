@@ -79,7 +79,7 @@ def run(
     common: dict[str, Any] = {"models": models, "size": size, "device": how.device}
     settings = {**TRAINING["how"], "recompute": recompute}
     training.run(**common, **settings, output=str(trained))
-    prompts = {"lengths": lengths, "synthetic_lengths": [], "text": text, "seconds": seconds}
+    prompts = {"lengths": lengths, "text": text, "seconds": seconds}
     inference.run(**common, **INFERENCE["how"], **prompts, output=str(served))
     rows = {row["quantity"]: row for row in (*_steps(trained, size, settings), *_requests(served, size, lengths, text))}
     facts = {key: value for key, value in read(served).items() if key != "rows"}
@@ -111,7 +111,7 @@ def _requests(file: Path, size: str, lengths: Sequence[int], text: str) -> Itera
     rows = [row for row in _current(file) if wanted.items() <= row["protocol"].items()]
     for part, words in PARTS.items():
         for tokens in sorted(lengths):
-            pair = {name: find(rows, name, tokens, "read") for name in ("gsm", "baseline")}
+            pair = {name: find(rows, name, tokens) for name in ("gsm", "baseline")}
             values = {name: inference.value(row, part) for name, row in pair.items() if row}
             ours, other = pair["gsm"], pair["baseline"]
             processor = speed_up(ours, other, part, "processor_ms") if ours and other and part != "cache" else None

@@ -60,37 +60,33 @@ class Room:
     batch: int
     each: float
 
-    def needed(self, tokens: int, memories: int = 1) -> int:
-        """Return the bytes of a request; decoding from a synthetic memory holds two memories and reads no chunk."""
-        return round(memories * self.cache(tokens) + self.each * self._reading(tokens, memories))
+    def needed(self, tokens: int) -> int:
+        """Return the bytes of a request."""
+        return round(self.cache(tokens) + self.each * self.batch * min(tokens, self.chunk))
 
-    def fits(self, available: int, memories: int = 1) -> int:
+    def fits(self, available: int) -> int:
         """Return the largest number of tokens that fits, 0 for none."""
         low, high = 0, 1
-        while high < 1 << 40 and self.needed(high, memories) <= available:
+        while high < 1 << 40 and self.needed(high) <= available:
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self.needed(middle, memories) <= available else (low, middle)
+            low, high = (middle, high) if self.needed(middle) <= available else (low, middle)
         return low
 
-    def refusal(self, tokens: int, available: int, memories: int = 1, tried: bool = False) -> str:
+    def refusal(self, tokens: int, available: int, tried: bool = False) -> str:
         """Return one sentence with the needed bytes, the available bytes, and the number of tokens that would fit.
 
         A request that was ``tried`` and ran out of memory needs more than is available, so the estimate of ``each`` is
         raised for this sentence.
         """
-        need, room = self.needed(tokens, memories), self
+        need, room = self.needed(tokens), self
         if tried and need <= available:
             need = available + 1
-            room = replace(self, each=(need - memories * self.cache(tokens)) / self._reading(tokens, memories))
+            room = replace(self, each=(need - self.cache(tokens)) / (self.batch * min(tokens, self.chunk)))
         about = "more than" if room is not self else "about"
         sizes = (
             f"{about} {need / 2**30:.3g} GiB are needed beside the weights, {max(available, 0) / 2**30:.3g} are free"
         )
-        most = room.fits(available, memories)
+        most = room.fits(available)
         return f"out of memory: {sizes}; would fit: {most:,} tokens at batch {self.batch}"
-
-    def _reading(self, tokens: int, memories: int) -> int:
-        """Return the tokens of all requests that are read at a time."""
-        return self.batch * min(tokens, self.chunk) if memories == 1 else self.batch
