@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +28,7 @@ from gsm.data.synthetic import SyntheticData
 from gsm.data.tokenizer import Tokenizer
 from gsm.data.tokens import Split, find_or_encode
 from gsm.data.tuning import divide
-from gsm.evaluation import ngrams, tasks
+from gsm.evaluation import ngrams
 from gsm.evaluation.lengths import Lengths
 from gsm.evaluation.ruler import Ruler
 from gsm.paths import ROOT
@@ -190,14 +189,6 @@ def test_a_file_that_is_no_text_is_refused(name: str, content: bytes, words: str
     with pytest.raises(ValueError) as refusal:
         list(Corpus(path).documents("train"))
     assert words in str(refusal.value)
-
-
-@pytest.mark.parametrize("line", [{"goal": "x"}, {"goal": "x", "label": 0, "more": 1}, ["x"], None])
-def test_a_question_with_other_fields_is_refused(line: object, tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text("\n".join(json.dumps(row) for row in ({"goal": "x", "label": 0}, line)))
-    with pytest.raises(ValueError, match="line 2 is not allowed because it has other fields than line 1"):
-        tasks.documents(path)
 
 
 def test_a_choice_of_files_that_leaves_nothing_is_refused(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
-"""Downstream tasks without the harness: log-likelihoods with shared contexts, files of documents, intervals."""
+"""Downstream tasks without the harness: log-likelihoods with shared contexts, the paper's tables, intervals."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,13 +99,6 @@ def test_batches_hold_every_pair_once_and_no_more_than_asked_for():
     assert sorted(place for batch in batches for one in batch for place in one.places) == list(range(12))
     assert all(sum(len(one.places) for one in batch) <= 4 for batch in batches)
     assert all(len({len(one.places) for one in batch}) == 1 for batch in batches)
-
-
-@pytest.mark.parametrize("line", [b"\xff\xfe", b"[" * 100_000, b"{"])
-def test_a_file_without_documents_is_named(line: bytes, tmp_path: Path):
-    (tmp_path / "rows.jsonl").write_bytes(b"{}\n" + line)
-    with pytest.raises(ValueError, match=r"rows\.jsonl is not allowed because it holds no JSON lines"):
-        tasks.documents(tmp_path / "rows.jsonl")
 
 
 @pytest.mark.parametrize("name", ["paper", "ablation"])

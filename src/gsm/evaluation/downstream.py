@@ -49,8 +49,7 @@ class Tasks(Measure):
     Args:
         tasks: paper (its Table 1), ablation (its retrieval ablation), or some of the harness's tasks: tasks=piqa,sciq
         data: the folder of their documents, a file NAME.jsonl or NAME.jsonl.xz each; left out: the hub
-        limit: largest number of documents of a task, spread evenly over its file (from the hub: the first, for each
-            subtask); such results lie in tasks_limit<n>/; 0: all
+        limit: largest number of documents of each subtask, the first ones; such results lie in tasks_limit<n>/; 0: all
         context: largest number of tokens that a model reads, a longer context is cut on the left; 0: as in training,
             up to 4096
         batch_size: answers scored at a time
@@ -96,7 +95,7 @@ class Tasks(Measure):
         from gsm.evaluation.harness import build  # imports lm_eval
 
         with refusals("tasks"):
-            return {task.name: build(task, self.data, self.limit) for task in self.chosen}
+            return {task.name: build(task, self.data) for task in self.chosen}
 
     def of(self, trained: Trained, file: Path) -> dict[str, Any]:
         """Return the scores of every task. The run's folder keeps each, and a finished one is not measured again."""
@@ -120,8 +119,7 @@ class Tasks(Measure):
         """Score the missing samples of a task."""
         from gsm.evaluation import harness
 
-        options: dict[str, Any] = {"max_length": longest, "rows": self.batch_size}
-        options["limit"] = 0 if self.data else self.limit
+        options: dict[str, Any] = {"max_length": longest, "rows": self.batch_size, "limit": self.limit}
         options |= {"results": results, "progress": trained.progress("batches", f"{task.name}: ")}
         questions = self.questions[task.name]
         with trained.computing():

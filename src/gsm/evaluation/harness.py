@@ -20,6 +20,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 
+from gsm.config.check import unknown
 from gsm.data.tokenizer import Tokenizer
 from gsm.evaluation import tasks
 from gsm.evaluation.loglikelihood import Score, loglikelihoods
@@ -94,29 +95,22 @@ class Adapter(TemplateLM):
         raise ValueError(f"generate_until is not allowed because continuations are scored alone. {ELSEWHERE}")
 
 
-def build(task: Task, data: str = "", limit: int = 0) -> list[Any]:
+def build(task: Task, data: str = "") -> list[Any]:
     """Return the harness's tasks with their documents, several for one with subtasks.
 
     Args:
         task: the task.
         data: the folder of its files; empty: the documents of the hub.
-        limit: largest number of documents of a file, spread evenly over it; 0: all.
 
     Raises:
         ValueError, FileNotFoundError: the task or its documents cannot be used; the message names the files.
     """
     paths, name = task.paths(data), task.harness or task.name
-    parts = _parts(task, paths, limit) if paths else {}
     manager = _manager(task)
-    group = {"group": f"local_{name}", "task": [{"task": part, "custom_dataset": of} for part, of in parts.items()]}
     try:
-        for unknown in parts.keys() - set(manager.all_tasks):
-            raise ValueError(f"lm-evaluation-harness has no task {unknown}")
-        built: list[Any] = list(manager.load([group if parts else name])["tasks"].values())
+        wanted = _local(task, name, paths) if paths else name
+        built: list[Any] = list(manager.load([wanted])["tasks"].values())
         metrics = built[0].aggregation()
-        for local in built if parts else ():
-            for document in local.eval_docs:
-                local.construct_requests(doc=document, ctx=local.fewshot_context(document, num_fewshot=0))
     except Exception as error:  # the harness's own, of documents that a task does not fit
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         files = f" from {', '.join(map(str, paths.values()))}" if paths else ""
@@ -143,8 +137,7 @@ def _manager(task: Task) -> TaskManager:
         if name in few.all_tasks:
             return few
     if name not in _everything().all_tasks:  # the harness would take a path too
-        hint = tasks.suggestion(task.name)
-        raise ValueError(f"unknown task '{task.name}': lm-evaluation-harness has no task of this name. {hint}")
+        raise unknown("task", task.name, tasks.known(), "the paper's tables")
     return _everything()
 
 
@@ -169,7 +162,7 @@ def measure(
         built: its tasks of the harness, from ``build``.
         max_length: largest number of tokens that the model reads; a longer context is cut on the left.
         rows: continuations at a time.
-        limit: largest number of documents, for each subtask; 0: all.
+        limit: largest number of documents of each subtask, the first ones; 0: all.
         results: keeps the scores while they are computed, and has those of an interrupted call.
         progress: passes on the batches that are still to do.
 
@@ -220,35 +213,19 @@ def run(adapter: Adapter, built: Sequence[Any], shots: int | None = None, limit:
     return evaluate(lm=adapter, task_dict={"tasks": by_name}, **options)["samples"]
 
 
-def _parts(task: Task, paths: Mapping[str, Path], limit: int) -> dict[str, Any]:
-    """Return the documents of each of the harness's tasks, as it takes them. Raises ValueError that names a file."""
-    name = task.harness or task.name
-    parts: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for split in ("test", *(other for other in paths if other != "test")):
-        rows = tasks.documents(paths[split])
-        if task.subtask and task.subtask not in rows[0]:  # nor in any other: documents have the same fields
-            raise ValueError(
-                f"{paths[split]} is not allowed because its documents have no {task.subtask}. Fetch it again."
-            )
-        if limit and split == "test":
-            count = min(limit, len(rows))
-            rows = [rows[index * len(rows) // count] for index in range(count)]
-        for row in rows:
+def _local(task: Task, name: str, paths: Mapping[str, Path]) -> dict[str, Any]:
+    """Return the group of a task of the harness with the documents of local files.
+
+    A task of the harness may take its questions from train or validation: these are the test documents here.
+    """
+    rows: dict[str, dict[str, list[Any]]] = {}  # by part of the group, and by split
+    for split, path in paths.items():
+        for row in datasets.load_dataset("json", data_files=str(path), split="train", streaming=True):
             part = f"{name}_{row[task.subtask]}" if task.subtask else name
-            if split == "test" or part in parts:
-                parts.setdefault(part, {}).setdefault(split, []).append(row)
-    for part, splits in parts.items():
-        for split in paths.keys() - {"test"}:
-            if (count := len(splits.get(split, ()))) < (task.shots or 0):
-                raise ValueError(
-                    f"{paths[split]} is not allowed because it has {count} documents of {part}, and {task.shots} are "
-                    "shown before a question. Fetch it again."
-                )
-    return {part: _source(splits) for part, splits in parts.items()}
-
-
-def _source(rows: Mapping[str, list[dict[str, Any]]]) -> Any:
-    """Return a function that returns documents by split, as the harness calls it. A task of the harness may take its
-    questions from train or validation: these are the test documents here."""
-    splits = {split: datasets.Dataset.from_list(documents) for split, documents in rows.items()}
-    return lambda **_: {**dict.fromkeys(("train", "validation"), splits["test"]), **splits}
+            rows.setdefault(part, {}).setdefault(split, []).append(row)
+    parts = []
+    for part, by_split in rows.items():
+        splits = {split: datasets.Dataset.from_list(documents) for split, documents in by_split.items()}
+        splits = {**dict.fromkeys(("train", "validation"), splits["test"]), **splits}
+        parts.append({"task": part, "custom_dataset": lambda splits=splits, **_: splits})
+    return {"group": f"local_{name}", "task": parts}

@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-import json
-import lzma
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
+
+from gsm.config.check import unknown
 
 TABLE = Path(__file__).with_name("tasks.yaml")
 ENDINGS = (".jsonl", ".jsonl.xz")
@@ -51,10 +49,7 @@ class Task:
             ValueError, FileNotFoundError: the task has no local files, or the folder lacks one.
         """
         if data and not self.files:
-            raise ValueError(
-                f"data={data} is not allowed with task {self.name} because no local files are known for it. "
-                f"{suggestion(self.name)}; or leave data out"
-            )
+            raise unknown("task", self.name, known(), "the tasks with local files (data=)")
         return {split: _path(Path(data), name, self.name) for split, name in self.files.items()} if data else {}
 
 
@@ -67,29 +62,6 @@ def load(name: str) -> Task:
 def known() -> list[str]:
     """Return the names of the tasks in our tables."""
     return sorted(yaml.safe_load(TABLE.read_text(encoding="utf-8")))
-
-
-def suggestion(name: str) -> str:
-    """Return a hint at the known name that is close to an unknown one."""
-    near = difflib.get_close_matches(name, known(), n=1)
-    return f"Did you mean {near[0]}" if near else f"Known are {', '.join(known())}"
-
-
-def documents(path: Path) -> list[dict[str, Any]]:
-    """Return the documents of a file, one a line. Raises ValueError that names the file."""
-    try:
-        with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as file:
-            rows = [json.loads(line) for line in file]
-    except (ValueError, RecursionError, lzma.LZMAError, EOFError) as error:
-        raise ValueError(f"{path} is not allowed because it holds no JSON lines ({error}). Fetch it again.") from error
-    if not rows:
-        raise ValueError(f"{path} is not allowed because it holds no documents. Use one JSON object a line.")
-    for number, row in enumerate(rows, 1):  # the harness would take a missing field for None, and score it
-        if not isinstance(row, dict) or not isinstance(rows[0], dict) or row.keys() != rows[0].keys():
-            raise ValueError(
-                f"{path}, line {number} is not allowed because it has other fields than line 1. Fetch the file again."
-            )
-    return rows
 
 
 def digest(paths: Sequence[Path]) -> str:
