@@ -8,19 +8,17 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from gsm.data.ingredients import TEMPLATES, Haystack, Ingredients, open_haystack, open_keys, sentence_splitter
+from gsm.data.ingredients import BORDER, TEMPLATES, Haystack, Ingredients, open_haystack, open_keys
 from gsm.data.ruler import DEPTHS, NOISE, TASKS, Questions
 from gsm.data.tokenizer import Tokenizer
 
 BYTES = Tokenizer.plain_bytes()
 # Sentences of one word each, all different, so that a place among them can be told.
 SENTENCES = Haystack(" ".join(f"W{number}." for number in range(4000)), "numbers")
-SENTENCES.sentences = lambda count: SENTENCES.first(count).split(" ")  # punkt takes some of them for abbreviations
 MADE = Ingredients(haystack=SENTENCES)
 SHORT = Ingredients(TEMPLATES["short"], SENTENCES, open_keys(words=4))
 
@@ -154,32 +152,17 @@ def test_training_and_evaluation_never_tell_the_same_pair():
 def test_a_haystack_begins_again_when_it_is_too_short():
     hay = Haystack("One  two.\nThree four.", "few")
     assert hay.first(6) == "One two. Three four. One two."
-    assert hay.sentences(6) == ["One two.", "Three four.", "One two."] or hay.splitter == "punkt"
+    assert hay.sentences(6) == ["One two.", "Three four.", "One two."]
 
 
-def test_the_rule_for_sentences(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "nltk.tokenize", None)
-    split, name = sentence_splitter()
-    assert name == "rule"
-    assert split('He said "No!" Then (so) he went. 3 times? yes, e.g. here. (Or not.) End') == [
+def test_the_rule_for_sentences():
+    assert BORDER.split('He said "No!" Then (so) he went. 3 times? yes, e.g. here. (Or not.) End') == [
         'He said "No!"',
         "Then (so) he went.",
         "3 times? yes, e.g. here.",
         "(Or not.)",
         "End",
     ]
-
-
-def test_punkt_cuts_sentences_where_it_is_installed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "nltk.tokenize", SimpleNamespace(sent_tokenize=lambda text: text.split(";")))
-    hay = Haystack("a;b c;d", "any")
-    assert hay.splitter == "punkt" and hay.sentences(2) == ["a", "b c", "d"]
-
-    def lacks(text: str) -> list[str]:
-        raise LookupError("punkt_tab")
-
-    monkeypatch.setitem(sys.modules, "nltk.tokenize", SimpleNamespace(sent_tokenize=lacks))
-    assert sentence_splitter()[1] == "rule"
 
 
 def test_essays_are_read_from_a_folder_a_packed_file_and_the_benchmarks_own(tmp_path: Path):
@@ -193,16 +176,16 @@ def test_essays_are_read_from_a_folder_a_packed_file_and_the_benchmarks_own(tmp_
     assert open_haystack(str(tmp_path / "PaulGrahamEssays.json")).words == ["five", "six"]
 
 
-def test_word_lists_come_from_a_file_or_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_word_lists_are_builtin_or_come_from_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assets = tmp_path / "wonderwords" / "assets"
     assets.mkdir(parents=True)
     (tmp_path / "wonderwords" / "__init__.py").write_text("")
     (assets / "adjectivelist.txt").write_text("red\nad hoc \nred\n\n")
     (assets / "nounlist.txt").write_text("cat\ndog\n")
-    (tmp_path / "words.json").write_text(json.dumps({"adjectives": ["big", "old"], "nouns": ["car", "tram"]}))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "wonderwords", raising=False)
     wanted = ["red-cat", "red-dog", "ad hoc-cat", "ad hoc-dog"]
     assert list(open_keys("wonderwords")) == wanted
-    assert list(open_keys(str(tmp_path / "words.json"))) == ["big-car", "big-tram", "old-car", "old-tram"]
+    with pytest.raises(ValueError, match="keys=words.json is not allowed because it is unknown. Use builtin or wonder"):
+        open_keys("words.json")
     assert list(open_keys("builtin", words=2)) == ["amber-anchor", "amber-barrel", "ancient-anchor", "ancient-barrel"]

@@ -36,7 +36,7 @@ class Oracle:
     def __init__(self, say: Callable[[str, str], str]) -> None:
         self.say, self.asked = say, 0
 
-    def stream(self, prompt: Any, max_new_tokens: int, *, chunk: int, capacity: int):
+    def stream(self, prompt: Any, max_new_tokens: int, *, capacity: int):
         rows = [list(map(int, row)) for row in prompt]
         assert capacity == max(map(len, rows)) + max_new_tokens - 1
         self.asked += len(rows)

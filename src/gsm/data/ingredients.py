@@ -1,8 +1,9 @@
 """The parts of RULER's samples: the words around everything, text to hide needles in, its sentences, words for keys.
 
-The benchmark takes essays that are under copyright and word lists of a package. Both may be given. The defaults are on
-every machine, and the short template is for small models and short contexts. Results name every choice: numbers
-measured with the defaults compare with one another, not with published ones.
+The benchmark takes essays that are under copyright and word lists of a package. Both may be chosen. The defaults are on
+every machine, and the short template is for small models and short contexts. A rule cuts sentences, where the benchmark
+takes nltk's punkt. Results name every choice: numbers measured with the defaults compare with one another, not with
+published ones.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from gsm.files import read_text
 
 # A sentence ends with one of .!? and perhaps a closing mark, before a blank and the begin of another one.
 BORDER = re.compile(r"""(?:(?<=[.!?])|(?<=[.!?]["')\]]))\s(?=["'(\[]?[A-Z0-9])""")
-LISTS = {"adjectives": "adjectivelist.txt", "nouns": "nounlist.txt"}  # as the package wonderwords calls them
 
 ADJECTIVES = (
     "amber ancient brave bright calm careful clever cold crisp distant dusty early fancy foggy gentle golden happy "
@@ -154,8 +154,7 @@ class Haystack:
         self.words, self.name = text.split(), name
         if not self.words:
             raise ValueError(f"haystack={name} is not allowed because it has no words. Use a file or folder with text.")
-        split, self.splitter = sentence_splitter()
-        self.sentences: Callable[[int], list[str]] = lru_cache(8)(lambda count: split(self.first(count)))
+        self.sentences: Callable[[int], list[str]] = lru_cache(8)(lambda count: BORDER.split(self.first(count)))
 
     @cached_property
     def digest(self) -> str:
@@ -243,7 +242,7 @@ class Ingredients:
             "template": self.template.name,
             "haystack": self.haystack.name,
             "haystack_digest": self.haystack.digest,
-            "sentences": self.haystack.splitter,
+            "sentences": "rule",  # runs of before had nltk's, or these
             "keys": self.keys.name,
             "different_keys": len(self.keys),
             "digits": self.template.digits,
@@ -286,50 +285,29 @@ def open_keys(source: str = "builtin", words: int | None = None) -> Keys:
     """Return words for keys.
 
     Args:
-        source: "builtin", 32 adjectives and 32 nouns; "wonderwords", the lists of that package, as in the benchmark; or
-            the path of a JSON file with `adjectives` and `nouns`.
+        source: "builtin", 32 adjectives and 32 nouns; or "wonderwords", the lists of that package, as in the benchmark.
         words: as in `Keys`.
 
     Raises:
-        FileNotFoundError: there is no such file.
         ModuleNotFoundError: the package is not installed.
-        ValueError: a list is missing or empty, or `words` is below 2.
+        ValueError: `source` is unknown, or `words` is below 2.
     """
     within(2, words=words)
     if source == "builtin":
         return Keys(ADJECTIVES, NOUNS, source, words)
-    lists = _package_lists() if source == "wonderwords" else {name: list(_field(Path(source), name)) for name in LISTS}
-    for name, entries in lists.items():
-        if not entries:
-            raise ValueError(f"keys={source} is not allowed because its {name} are empty. Use a list of words.")
-    return Keys(lists["adjectives"], lists["nouns"], source if source == "wonderwords" else Path(source).name, words)
-
-
-def sentence_splitter() -> tuple[Callable[[str], list[str]], str]:
-    """Return a function that cuts a text into sentences, and its name.
-
-    It is nltk's "punkt", as in the benchmark, if the package and its data are installed. Else it is "rule": a border
-    after . ! or ? (and a closing mark) before a capital or a digit.
-    """
-    try:
-        split = import_module("nltk.tokenize").sent_tokenize
-        split("One. Two.")
-    except (ImportError, LookupError):  # the package, or its data
-        return BORDER.split, "rule"
-    return split, "punkt"
+    if source != "wonderwords":
+        raise ValueError(f"keys={source} is not allowed because it is unknown. Use builtin or wonderwords.")
+    needed("wonderwords", "wonderwords", "keys of wonderwords", extra="eval")
+    assets = resources.files("wonderwords") / "assets"
+    texts = ((assets / name).read_text(encoding="utf-8") for name in ("adjectivelist.txt", "nounlist.txt"))
+    adjectives, nouns = ([line.rstrip() for line in text.splitlines() if line.strip()] for text in texts)
+    return Keys(adjectives, nouns, source, words)
 
 
 def _reference() -> Iterator[str]:
     """Yield the words of the language reference, without the lines that underline its headings."""
     topics = import_module("pydoc_data.topics").topics
     return (word for name in sorted(topics) for word in topics[name].split() if any(map(str.isalnum, word)))
-
-
-def _package_lists() -> dict[str, list[str]]:
-    needed("wonderwords", "wonderwords", "keys of wonderwords", extra="eval")
-    assets = resources.files("wonderwords") / "assets"
-    texts = {name: (assets / file).read_text(encoding="utf-8") for name, file in LISTS.items()}
-    return {name: [line.rstrip() for line in text.splitlines() if line.strip()] for name, text in texts.items()}
 
 
 def _field(path: Path, field: str) -> Any:

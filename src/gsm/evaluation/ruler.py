@@ -67,12 +67,11 @@ class Ruler(Measure):
         answers: direct; or cot: the text behind the last "Final answer:" is judged
         template: ruler; or short, for small models
         haystack: python, the language reference that comes with Python; or the path of essays
-        keys: builtin, wonderwords, or the path of word lists
+        keys: builtin or wonderwords
         words: number of adjectives and of nouns
         text_field: where the text of essays stands in JSON
         new_tokens: kept free for an answer; no more are generated
         batch_size: prompts at a time
-        chunk: tokens of a prompt that are read at a time
         seed: of the questions
     """
 
@@ -90,7 +89,6 @@ class Ruler(Measure):
     text_field: str = ""
     new_tokens: int = 0
     batch_size: int = 8
-    chunk: int = 4096
     seed: int = SEED
 
     def of(self, trained: Trained, file: Path) -> dict[str, Any]:
@@ -180,9 +178,7 @@ class Ruler(Measure):
             (task, length), start = cases[name], time.perf_counter()
             questions = Questions(task, tokenizer, made)
             samples = [questions.sample(index, length, self.seed) for index in range(self.examples)]
-            texts = _answers(
-                model, tokenizer, samples, self.batch_size, questions.new_tokens, answers == "direct", self.chunk
-            )
+            texts = _answers(model, tokenizer, samples, self.batch_size, questions.new_tokens, answers == "direct")
             counted = progress(texts, self.examples, f"{name}: ")
             scored = [_scored(sample, count, text, answers) for sample, count, text in counted]
             cell = {"task": task, "length": length, "accuracy": accuracy(scored)}
@@ -221,9 +217,7 @@ class Ruler(Measure):
         return {"average": average_of["average"], **average_of["by_length"], **average_of["by_task"]}
 
 
-def complete(
-    model: Any, tokenizer: Tokenizer, prompts: Sequence[list[int]], most: int, a_line: bool, chunk: int = 4096
-) -> list[str]:
+def complete(model: Any, tokenizer: Tokenizer, prompts: Sequence[list[int]], most: int, a_line: bool) -> list[str]:
     """Return the text of a model after each prompt, until its end of text or for `most` tokens.
 
     Args:
@@ -234,7 +228,7 @@ def complete(
     unfinished = set(range(len(answers)))
     lengths = {len(ids) for ids in prompts}
     prompt = torch.tensor(prompts) if len(lengths) == 1 else prompts
-    for token_B in model.stream(prompt, most, chunk=chunk, capacity=max(lengths) + most - 1):
+    for token_B in model.stream(prompt, most, capacity=max(lengths) + most - 1):
         tokens = token_B.tolist()
         for row in sorted(unfinished):
             answers[row].append(tokens[row])
@@ -278,13 +272,13 @@ def averages(cells: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _answers(
-    model: Any, tokenizer: Tokenizer, samples: Sequence[Sample], size: int, most: int, a_line: bool, chunk: int
+    model: Any, tokenizer: Tokenizer, samples: Sequence[Sample], size: int, most: int, a_line: bool
 ) -> Iterator[tuple[Sample, int, str]]:
     """Yield every sample with the tokens of its prompt and the model's text. Similar lengths are asked together."""
     prompts = sorted(((each, tokenizer.encode(each.prompt)) for each in samples), key=lambda pair: len(pair[1]))
     for first in range(0, len(prompts), size):
         batch = prompts[first : first + size]
-        texts = complete(model, tokenizer, [ids for _, ids in batch], most, a_line, chunk)
+        texts = complete(model, tokenizer, [ids for _, ids in batch], most, a_line)
         yield from ((sample, len(ids), text) for (sample, ids), text in zip(batch, texts, strict=True))
 
 
@@ -302,7 +296,7 @@ def tables(arms: Arms, published: Mapping[str, Any]) -> list[Grid]:
         published: the paper's `columns`, `by_length`, `by_task` and `average`.
     """
     first = next(iter(next(iter(arms.values())).values()))["averages"]
-    lengths = {length: length_text(int(length)) for length in first["by_length"]} | {"average": "Avg."}
+    lengths = {n: n if int(n) % 1024 else f"{int(n) // 1024}K" for n in first["by_length"]} | {"average": "Avg."}
     tasks = {task: task for task in first["by_task"]}
     by_length = {str(length): values for length, values in published["by_length"].items()}
     by_length["average"] = published["average"]
@@ -363,11 +357,6 @@ def notes(results: Sequence[Result]) -> list[str]:
     if not comparable(results):
         lines.append("These models had other questions and are not compared. Use the same ruler.* arguments for all.")
     return lines
-
-
-def length_text(length: int) -> str:
-    """Return 4096 as 4K."""
-    return f"{length // 1024}K" if length % 1024 == 0 else str(length)
 
 
 def _picture(arms: Arms) -> bytes:
