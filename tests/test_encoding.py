@@ -12,13 +12,13 @@ import pytest
 import tiny_text
 import torch
 
-from gsm.data import reading, tokens
+from gsm.data import ids, reading, tokens
 from gsm.data.corpus import Corpus
-from gsm.data.ids import Encoded, read_index, write_ids
+from gsm.data.ids import read_index, write_ids
 from gsm.data.module import TextData
 from gsm.data.reading import Piece
 from gsm.data.tokenizer import Tokenizer
-from gsm.data.tokens import Split, encode_parcel, find_or_encode, find_or_train, sample
+from gsm.data.tokens import Split, find_or_encode, find_or_train, sample
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_ids_are_the_documents_with_an_end_of_text_each(corpus: Corpus, tokenize
 def test_an_interrupted_encoding_leaves_no_index_and_begins_again(
     corpus: Corpus, tokenizer: Tokenizer, whole: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokens, "MOST_PIECES", 3)
+    monkeypatch.setattr(ids, "MOST_PIECES", 3)
     pieces = corpus.pieces
 
     def stop(split: str) -> Iterator[Piece]:
@@ -68,25 +68,25 @@ def test_an_interrupted_encoding_leaves_no_index_and_begins_again(
 
 
 def test_two_writers_without_a_lock_write_the_same(
-    corpus: Corpus, tokenizer: Tokenizer, whole: Split, tmp_path: Path
+    corpus: Corpus, tokenizer: Tokenizer, whole: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second process starts while the first has written a part, and the first goes on when it is done."""
-    parcels = [encode_parcel([piece], tokenizer) for piece in corpus.pieces("train")]
-    facts: dict[str, Any] = {"lengths_V": tokenizer.token_lengths_V, "dtype": whole.dtype}
+    monkeypatch.setattr(ids, "MOST_PIECES", 1)
+    pieces = list(corpus.pieces("train"))
 
-    def complete(rest: list[Encoded]) -> Iterator[Encoded]:
-        for parcel in rest:
+    def complete(rest: list[Piece]) -> Iterator[Piece]:
+        for piece in rest:
             assert (tmp_path / "ids.bin").read_bytes() == content(whole)
-            yield parcel
+            yield piece
 
-    def first() -> Iterator[Encoded]:
-        yield parcels[0]
-        write_ids(tmp_path, parcels, **facts)
-        yield from complete(parcels[1:])
+    def first() -> Iterator[Piece]:
+        yield pieces[0]
+        write_ids(tmp_path, pieces, tokenizer)
+        yield from complete(pieces[1:])
 
-    index = write_ids(tmp_path, first(), **facts)
+    index = write_ids(tmp_path, first(), tokenizer)
     assert read_index(tmp_path) == index
-    assert write_ids(tmp_path, complete(parcels), **facts) == index, "a third one shortens nothing that others read"
+    assert write_ids(tmp_path, complete(pieces), tokenizer) == index, "a third one shortens nothing that others read"
     assert (tmp_path / "ids.bin").read_bytes() == content(whole)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from short_runs import no_death
 
-from gsm.data import tokens
+from gsm.data import ids, tokens
 from gsm.data.module import TextData
 
 pytestmark = pytest.mark.slow
@@ -52,7 +52,7 @@ def reader(text: Path, cache: Path, together: Any, said: Any, death: Callable[[]
     handler.emit = lambda record: made.append(record.getMessage())
     logging.getLogger("gsm.data").addHandler(handler)
     logging.getLogger("gsm.data").setLevel(logging.INFO)
-    tokens.PARCEL = 1 << 12  # characters: there are many parcels
+    ids.PARCEL = 1 << 12  # characters: there are many parcels
     death()
     together.wait()
     said.put((read(text, cache), [start for start in MADE for line in made if line.startswith(start)]))

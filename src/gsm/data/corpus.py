@@ -7,7 +7,6 @@ download. A class with the public members of `Corpus` can take its place.
 from __future__ import annotations
 
 import fnmatch
-import glob
 import hashlib
 import json
 import logging
@@ -70,7 +69,7 @@ class Corpus:
         root: the folder, or the file.
         name: of this corpus in a run's summary.
         files: patterns (as in a shell; `*` crosses folders) of the files to take, relative to `root`; None: all.
-        validation: patterns of the files or folders to hold out, relative to `root` or absolute; None: see above.
+        validation: patterns of the files or folders to hold out, relative to `root`; None: see above.
         text_field: the field of a JSON line, or the column of parquet, that holds the text.
         suffixes: endings of the files to take.
         excluded: patterns of names of files and folders to leave out, at every depth.
@@ -154,8 +153,7 @@ class Corpus:
         small = sum(self._bytes(name) for _, name in pairs) <= SMALL
         for split, name in pairs:
             raw = _content(self._path(name)) if small else file_digest(self._path(name), self.notes).encode()
-            known_as = Path(name).name if os.path.isabs(name) else name  # it counts wherever it lies
-            total.update(f"{split}:{len(known_as.encode())}:{len(raw)}:".encode() + known_as.encode() + raw)
+            total.update(f"{split}:{len(name.encode())}:{len(raw)}:".encode() + name.encode() + raw)
         if self._divided or any(holds_many(name) for _, name in pairs):
             total.update(json.dumps([self.text_field, self.validation_share if self._divided else None]).encode())
         return total.hexdigest()
@@ -202,8 +200,6 @@ class Corpus:
             raise ValueError(
                 f"the name of {path!a} is not UTF-8; give it another one, or leave it out with data.files"
             ) from error
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise ValueError(f"{path} is not a regular file, whose reading would end; give data.validation files")
         if not is_text(name):
             raise ValueError(
                 f"{path} has none of the endings of text ({_endings(SUFFIXES)}); convert it to one of them, or "
@@ -220,47 +216,35 @@ class Corpus:
         return list({self._identity(name): name for name in reversed(names)}.values())
 
     def _walk(self) -> Iterator[str]:
-        return (path.relative_to(self.root).as_posix() for path in self._below(self.root))
-
-    def _below(self, root: Path) -> Iterator[Path]:
-        """Yield the text files below a folder, through links as well. One line of the log names the files left out."""
-        left_out: dict[str, list[str]] = {}
-        visited, waiting = set[str](), [str(root)]
+        """Yield the names of the text files, through links as well. One line of the log names the files left out."""
+        left_out: list[str] = []
+        visited, waiting = set[str](), [str(self.root)]
         while waiting:  # linked folders come last: their files are known by their own place
-            onerror = lambda error: left_out.setdefault("that cannot be read", []).append(error.filename)  # noqa: E731
-            for folder, folders, files in os.walk(waiting.pop(0), onerror=onerror):
+            for folder, folders, files in os.walk(waiting.pop(0), onerror=lambda error: log.warning("%s", error)):
                 if (real := os.path.realpath(folder)) in visited:
                     folders.clear()
                     continue
                 visited.add(real)
-                reasons = {name: self._reason(name, os.path.join(folder, name)) for name in sorted(files)}
-                reasons |= {name: "by name" for name in folders if self._is_excluded(name)}
-                folders[:] = sorted(name for name in folders if name not in reasons)
+                folders[:] = sorted(name for name in folders if not self._is_excluded(name))
                 waiting += filter(os.path.islink, (os.path.join(folder, name) for name in folders))
-                for name, reason in reasons.items():
-                    if reason:
-                        left_out.setdefault(reason, []).append(os.path.relpath(os.path.join(folder, name), root))
-                yield from (Path(folder, name) for name in sorted(files) if not reasons[name])
+                for name in sorted(files):
+                    path = Path(folder, name)
+                    if self._is_taken(path):
+                        yield path.relative_to(self.root).as_posix()
+                    else:
+                        left_out.append(path.relative_to(self.root).as_posix())
         if left_out and self.name != "standard_library":
-            parts = (
-                f"{len(names)} {reason} ({', '.join(names[:3])}{', ...' * (len(names) > 3)})"
-                for reason, names in left_out.items()
-            )
-            level = logging.WARNING if {"that cannot be read", "linked to nothing"} & left_out.keys() else logging.INFO
-            log.log(level, "Left out of %s: %s.", root, ", ".join(parts))
+            names = ", ".join(left_out[:3]) + ", ..." * (len(left_out) > 3)
+            log.info("Left out of %s: %d hidden, empty and other files (%s).", self.root, len(left_out), names)
 
-    def _reason(self, name: str, place: str) -> str:
-        """Return why a file is left out, or an empty string."""
-        if self._is_excluded(name):
-            return "by name"
-        if not os.path.exists(place):  # the link may have led to a folder, which has no ending
-            return "linked to nothing"
-        if not name.lower().endswith(self.suffixes):
-            return "with other endings"
-        if not os.path.isfile(place):
-            return "that are no files"
+    def _is_taken(self, path: Path) -> bool:
+        """Return whether a file is text. Raise ValueError for a link to nothing that is called as text is."""
+        if self._is_excluded(path.name) or not path.name.lower().endswith(self.suffixes):
+            return False
+        if not path.exists():
+            raise ValueError(f"{path} is not allowed because it is a link to nothing. Remove it.")
         # A text may be empty. Parquet never is: a file that was cut to nothing is damaged.
-        return "" if os.path.getsize(place) or name.lower().endswith(".parquet") else "empty"
+        return path.is_file() and (path.stat().st_size > 0 or path.name.lower().endswith(".parquet"))
 
     def _is_excluded(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.excluded)
@@ -270,21 +254,15 @@ class Corpus:
     def _by_pattern(self, names: list[str]) -> dict[str, list[str]]:
         """Divide by the patterns in `held_out`."""
         patterns = self.held_out or []
-        here = {self._identity(name): name for name in self._everything}
-        held_out = {} if self.root.is_file() else {i: n for i, n in here.items() if _fits(self._local(n), patterns)}
-        for pattern in filter(os.path.isabs, patterns):
-            for place in [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern)):
-                for path in self._below(Path(place)) if os.path.isdir(place) else [os.path.abspath(place)]:
-                    real = os.path.realpath(path)
-                    held_out.setdefault(real, here.get(real, str(path)))
-        train = [name for name in names if self._identity(name) not in held_out]
+        held_out = [name for name in self._everything if _fits(self._local(name), patterns)]
+        train = [name for name in names if name not in held_out]
         if not held_out or not train:
             lacks = "data.validation fits no file" if not held_out else "nothing is left to train on"
             raise ValueError(
                 f"{lacks}: data.validation is {patterns}, data.files {self.taken}, and {self._place} holds "
                 f"{len(names)} of the wanted files with text{self._wanted()}; patterns are relative to data.path"
             )
-        return {"train": train, "validation": sorted(held_out.values())}
+        return {"train": train, "validation": sorted(held_out)}
 
     def _divide(self, names: list[str]) -> dict[str, list[str]]:
         """Divide by names, else by hashes; a single file is in both splits."""

@@ -1,4 +1,4 @@
-"""Write token ids to one file, and map it.
+"""Encode text into one file of token ids, and map it.
 
     <folder>/ids.bin      the ids and nothing else
     <folder>/index.json   counts of the whole file; appears last
@@ -12,53 +12,39 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gsm.data.cache import writable
+from gsm.data.reading import Piece
+from gsm.data.tokenizer import Tokenizer
 from gsm.files import read_json, write_json
 
 log = logging.getLogger(__name__)
 IDS, INDEX = "ids.bin", "index.json"
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """The ids of some pieces of documents.
-
-    Attributes:
-        ids: uint16 or uint32 [N], those of all pieces.
-        ends_P: int64 [P]: where each piece ends in `ids`.
-        bytes_P: int64 [P]: UTF-8 bytes of each piece's text.
-    """
-
-    ids: np.ndarray
-    ends_P: np.ndarray
-    bytes_P: np.ndarray
+PARCEL = 1 << 19  # characters that are encoded at a time, at least, but for the last
+MOST_PIECES = 1024  # pieces that are encoded at a time
 
 
 def write_ids(
     folder: Path,
-    parcels: Iterable[Encoded],
+    pieces: Iterable[Piece],
+    tokenizer: Tokenizer,
     *,
-    lengths_V: np.ndarray,
-    dtype: str,
     limit: int | None = None,
     report: Callable[[int], object] = lambda count: None,
 ) -> dict[str, Any]:
-    """Write ids and their index, and return the index.
+    """Write the ids of a text and their index, and return the index.
 
     Args:
         folder: made if it is missing.
-        parcels: the ids, in order.
-        lengths_V: int64 [V], bytes that each id stands for.
-        dtype: of the ids in the file.
-        limit: most ids in the file; None: no limit.
-        report: takes the number of ids of each parcel once they are written.
+        pieces: the text.
+        tokenizer: encodes it.
+        limit: most ids in the file; None: no limit. A piece that is cut has its share of the bytes.
+        report: takes the number of ids of each piece once they are written.
 
     Returns:
         ``tokens``: ids, ends of text included; ``bytes``: UTF-8 bytes of the text; ``spelled``: bytes that the ids
@@ -68,39 +54,55 @@ def write_ids(
         OSError: the folder cannot be written.
     """
     tokens = text = spelled = 0
+    lengths_V, dtype = tokenizer.token_lengths_V, np.dtype(id_type(tokenizer))
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / INDEX).unlink(missing_ok=True)
         (folder / IDS).touch()
         file = (folder / IDS).open("r+b")
     with file:
-        for encoded in parcels:
-            count = len(encoded.ids) if limit is None else min(len(encoded.ids), limit - tokens)
+        for piece, ids in _encoded(pieces, tokenizer):
+            whole_N = np.array(ids, dtype)
+            taken_N = whole_N if limit is None else whole_N[: limit - tokens]
+            size, length = len(piece.text.encode("utf-8", errors="replace")), int(lengths_V[taken_N].sum())
+            if len(taken_N) < len(whole_N):
+                size = round(size * (length / max(1, int(lengths_V[whole_N].sum()))))
             with writable(folder):
-                file.write(np.ascontiguousarray(encoded.ids[:count], dtype).tobytes())
-            tokens += count
-            text += _text_bytes(encoded, count, lengths_V)
-            spelled += int(lengths_V[encoded.ids[:count]].sum())
-            report(count)
+                file.write(taken_N.tobytes())
+            tokens, text, spelled = tokens + len(taken_N), text + size, spelled + length
+            report(len(taken_N))
             if tokens == limit:
                 break
-        index = {"tokens": tokens, "bytes": text, "spelled": spelled, "dtype": np.dtype(dtype).name}
+        index = {"tokens": tokens, "bytes": text, "spelled": spelled, "dtype": dtype.name}
         with writable(folder):
-            file.truncate(tokens * np.dtype(dtype).itemsize)  # another limit never shares the folder
+            file.truncate(tokens * dtype.itemsize)  # another limit never shares the folder
             file.flush()
             os.fsync(file.fileno())
             write_json(folder / INDEX, index)
     return index
 
 
-def _text_bytes(encoded: Encoded, count: int, lengths_V: np.ndarray) -> int:
-    """Return the bytes of the text of the first `count` ids. A piece that is cut has its share of the bytes."""
-    whole = int(np.searchsorted(encoded.ends_P, count, side="right"))
-    text, start = int(encoded.bytes_P[:whole].sum()), int(encoded.ends_P[whole - 1]) if whole else 0
-    if count == start:
-        return text
-    spelled = lengths_V[encoded.ids[start : int(encoded.ends_P[whole])]]
-    return text + round(int(encoded.bytes_P[whole]) * float(spelled[: count - start].sum() / max(1, spelled.sum())))
+def _encoded(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Piece, list[int]]]:
+    """Yield pieces with their ids, an end of text behind each document. Many pieces are encoded at a time."""
+    parcel: list[Piece] = []
+    size = 0
+
+    def encode() -> Iterator[tuple[Piece, list[int]]]:
+        for piece, ids in zip(parcel, tokenizer.encode_batch([piece.text for piece in parcel]), strict=True):
+            yield piece, [*ids, tokenizer.end_of_text] if piece.last else ids
+
+    for piece in pieces:
+        parcel.append(piece)
+        size += len(piece.text)
+        if size >= PARCEL or len(parcel) == MOST_PIECES:
+            yield from encode()
+            parcel, size = [], 0
+    yield from encode()
+
+
+def id_type(tokenizer: Tokenizer) -> str:
+    """Return the numpy type of the ids: two bytes while they fit."""
+    return "uint16" if tokenizer.vocabulary <= 1 << 16 else "uint32"
 
 
 def read_index(folder: Path) -> dict[str, Any] | None:

@@ -23,8 +23,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from gsm.data.cache import locked, write_json
 from gsm.data.corpus import Corpus
-from gsm.data.ids import Encoded, open_ids, read_index, write_ids
-from gsm.data.reading import Piece
+from gsm.data.ids import open_ids, read_index, write_ids
 from gsm.data.tokenizer import Tokenizer
 from gsm.files import read_json
 
@@ -34,8 +33,6 @@ SAMPLE = 20_000_000  # characters of the text that a tokenizer is trained on
 PASSED_OVER = 50 * SAMPLE  # characters of a large corpus that are read for the sample
 CHARACTERS = 8  # characters read for the sample for each token of a limited training: more than a token has
 SLICE = 1 << 16  # characters of a slice of the sample
-PARCEL = 1 << 19  # characters that are encoded at a time, at least, but for the last
-MOST_PIECES = 1024  # pieces that are encoded at a time
 
 
 @dataclass(frozen=True)
@@ -182,41 +179,11 @@ def _encode(corpus: Corpus, split: str, tokenizer: Tokenizer, path: Path, limit:
     shown: dict[str, Any] = {"total": limit, "unit": "tok", "unit_scale": True, "mininterval": 1}
     bar = tqdm(desc=f"encoding {split}", disable=None, leave=False, **shown)
     with bar, logging_redirect_tqdm():  # log lines are written above the bar
-        parcels = (encode_parcel(parcel, tokenizer) for parcel in _parcels(corpus.pieces(split)))
-        facts: dict[str, Any] = {"lengths_V": tokenizer.token_lengths_V, "dtype": id_type(tokenizer)}
-        index = write_ids(path, parcels, limit=limit, report=bar.update, **facts)
+        index = write_ids(path, corpus.pieces(split), tokenizer, limit=limit, report=bar.update)
     seconds = time.perf_counter() - started
     rate = index["tokens"] / max(seconds, 1e-9)
     log.info(f"Encoded {index['tokens']:,} tokens in {seconds:.1f} s ({rate:,.0f} a second); kept in {path}.")
     return index
-
-
-def encode_parcel(parcel: list[Piece], tokenizer: Tokenizer) -> Encoded:
-    """Return the ids of some pieces."""
-    dtype = id_type(tokenizer)
-    rows = tokenizer.encode_batch([piece.text for piece in parcel])
-    ended = [ids + [tokenizer.end_of_text] if piece.last else ids for ids, piece in zip(rows, parcel, strict=True)]
-    ids = np.concatenate([np.array(row, dtype=dtype) for row in ended])
-    lengths = [len(piece.text.encode("utf-8", errors="replace")) for piece in parcel]
-    return Encoded(ids, np.cumsum([len(row) for row in ended], dtype=np.int64), np.array(lengths, dtype=np.int64))
-
-
-def id_type(tokenizer: Tokenizer) -> str:
-    """Return the numpy type of the ids: two bytes while they fit."""
-    return "uint16" if tokenizer.vocabulary <= 1 << 16 else "uint32"
-
-
-def _parcels(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    parcel: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        parcel.append(piece)
-        size += len(piece.text)
-        if size >= PARCEL or len(parcel) == MOST_PIECES:
-            yield parcel
-            parcel, size = [], 0
-    if parcel:
-        yield parcel
 
 
 def _key(corpus: Corpus, *parts: str | int) -> str:
