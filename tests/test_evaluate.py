@@ -20,8 +20,9 @@ from gsm.config.compose import compose
 from gsm.evaluation import commands
 from gsm.evaluation import held_out as script
 from gsm.evaluation.checkpoints import progress
-from gsm.evaluation.held_out import HeldOut, buckets, measure, positions, token_losses
+from gsm.evaluation.held_out import HeldOut, buckets, measure, token_losses
 from gsm.paths import ROOT
+from gsm.span import document_positions
 from gsm.training.run import train
 
 QUICK = ("trainer.max_steps=2", "ngrams=false", "sample=false")
@@ -78,7 +79,7 @@ def test_the_mean_weighs_every_target_the_same_in_batches_of_any_size():
 
 def test_positions_start_again_with_every_document():
     documents = torch.tensor([[4, 4, 4, 9, 9, 4, 4], [1, 1, 1, 1, 1, 1, 1]])
-    assert positions(documents).tolist() == [[0, 1, 2, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5, 6]]
+    assert document_positions(documents).tolist() == [[0, 1, 2, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5, 6]]
 
 
 def test_buckets_double():

@@ -75,17 +75,21 @@ class Span:
         return self.computed[key]
 
 
-def document_positions(documents_BT: Tensor, last_document_B: Tensor, last_position_B: Tensor) -> Tensor:
+def document_positions(
+    documents_BT: Tensor, last_document_B: Tensor | None = None, last_position_B: Tensor | None = None
+) -> Tensor:
     """Return positions inside documents, which are contiguous runs of equal ids; id -1 is padding, at position -1.
 
     Args:
         documents_BT: int64 document ids of the new tokens.
-        last_document_B: document id of the last token before them (-1: none).
-        last_position_B: position of that token inside its document (-1: none).
+        last_document_B: document id of the last token before them (-1: none); None: no sequence has one.
+        last_position_B: position of that token inside its document (-1: none); None: no sequence has one.
 
     Returns:
         position_BT, int64.
     """
+    if last_document_B is None or last_position_B is None:
+        last_document_B = last_position_B = torch.full_like(documents_BT[:, 0], -1)
     previous_BT = torch.cat([last_document_B[:, None], documents_BT[:, :-1]], dim=1)
     index_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
     start_BT = torch.where(documents_BT != previous_BT, index_T, -1).cummax(dim=1).values

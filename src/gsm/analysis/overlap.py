@@ -23,6 +23,7 @@ from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
 from gsm.observe import Recording, record
 from gsm.shapes import last_rows
+from gsm.span import document_positions
 from gsm.tables import grid_lines
 
 CHUNK = 4096  # tokens of a sequence read at a time
@@ -90,9 +91,7 @@ def chance(model: LanguageModel, sequences: Sequence[Mapping[str, Tensor]]) -> f
         return None
     shares = []
     for row in sequences:
-        places_T = torch.arange(len(row["documents"]))
-        begins_T = torch.cat([places_T[:1] == 0, row["documents"].cpu().diff() != 0])
-        position_T = places_T - torch.where(begins_T, places_T, 0).cummax(0).values
+        position_T = document_positions(row["documents"].cpu()[None])[0]
         visible_T = (position_T + 1) // model.geometry.encoder_ratio
         shares.append(model.geometry.top_k / visible_T[visible_T > model.geometry.top_k].double())
     shares_N = torch.cat(shares) if shares else torch.zeros(0)

@@ -42,6 +42,7 @@ from gsm.models.checks import IGNORED
 from gsm.models.gsm import GSM
 from gsm.provenance import commit
 from gsm.shapes import promoted
+from gsm.span import document_positions
 from gsm.tables import SCREEN, Grid, grid_lines, grid_text
 from gsm.training.callbacks.summary import versions
 from gsm.training.module import next_tokens
@@ -278,14 +279,6 @@ def row_losses(out: Output, targets_BR: Tensor, vocabulary: int) -> Tensor:
     return torch.cat(losses).view_as(targets_BR)
 
 
-def positions(documents_BT: Tensor) -> Tensor:
-    """Return the position of every token in the part of its document in its sequence, int64 [B, T]."""
-    index_BT = torch.arange(documents_BT.shape[1], device=documents_BT.device).expand_as(documents_BT)
-    begins_BT = torch.ones_like(documents_BT, dtype=torch.bool)
-    begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
-    return index_BT - torch.where(begins_BT, index_BT, 0).cummax(dim=1).values
-
-
 def buckets(position_BT: Tensor) -> Tensor:
     """Return the geometric bucket of each position: 0 for 0, 1 for 1, 2 for 2 and 3, 3 for 4 to 7, ..."""
     return torch.frexp(position_BT.double()).exponent.long()
@@ -304,7 +297,7 @@ def _sums(model: LanguageModel, batch: dict[str, Tensor], bytes_V: Tensor | None
     device = model.embedding.weight.device
     loss_BT = token_losses(model, {name: value.to(device) for name, value in batch.items()}).double().cpu()
     counted_BT = batch["targets"] != IGNORED
-    bucket_BT = buckets(positions(batch["documents"]))
+    bucket_BT = buckets(document_positions(batch["documents"]))
     empty_SP = torch.zeros(len(loss_BT), 64, dtype=torch.float64)
     loss_SP = empty_SP.scatter_add(1, bucket_BT, loss_BT.where(counted_BT, 0))
     count_SP = empty_SP.scatter_add(1, bucket_BT, counted_BT.double())
