@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from gsm.files import read_json, replacing
+from gsm.files import read_json, write_json
 from gsm.intervals import over_questions, over_seeds
 from gsm.tables import Grid
 
@@ -83,7 +83,7 @@ class Results:
             print(f"{self.path.name} begins again: {self._outdated}; the old one is now {previous}", flush=True)
             self._outdated = ""
         if self.path:
-            write_lines(self.path, self.content())
+            write_json(self.path, self.content())
 
     def content(self) -> dict[str, Any]:
         """Return the content of the file."""
@@ -171,19 +171,3 @@ def difference(
 def means(runs: Iterable[Sequence[float]]) -> list[float]:
     """Return the mean of several lists, element by element."""
     return [statistics.fmean(values) for values in zip(*runs, strict=True)]
-
-
-def write_lines(file: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON with a line for each cell and each sample, the file as a whole or not at all. Raises OSError."""
-
-    def entry(value: Any) -> str:
-        if isinstance(value, dict):
-            lines = [f"    {json.dumps(name)}: {json.dumps(cell)}" for name, cell in value.items()]
-            return "{\n" + ",\n".join(lines) + "\n  }"
-        if isinstance(value, list):
-            return "[\n" + ",\n".join(f"    {json.dumps(sample)}" for sample in value) + "\n  ]"
-        return json.dumps(value)
-
-    lines = ",\n".join(f"  {json.dumps(name)}: {entry(value)}" for name, value in content.items())
-    with replacing(file) as opened:
-        opened.write(f"{{\n{lines}\n}}\n".encode())

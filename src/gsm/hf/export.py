@@ -17,6 +17,7 @@ from gsm.config.check import ConfigError
 from gsm.config.command_line import path_text
 from gsm.config.exported import CONFIG, TOKENIZER, weights_in
 from gsm.config.load import checkpoint_file, load_sound_weights, read_checkpoint, tokenizer_of
+from gsm.data.spelling import byte_of_character
 from gsm.data.tokenizer import END_OF_TEXT, Tokenizer
 from gsm.evaluation.checkpoints import home
 from gsm.experiments.consolidate import WEIGHTS, weights_alone
@@ -115,19 +116,11 @@ def of_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 def _bytes() -> tokenizers.Tokenizer:
     """Return the byte tokenizer: each byte is an id, represented by a letter, as the library requires."""
-    letters = _letters()
-    rust = tokenizers.Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[]))
+    rust = tokenizers.Tokenizer(models.BPE(vocab=byte_of_character(), merges=[]))
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     rust.decoder = decoders.ByteLevel()
     rust.add_special_tokens([END_OF_TEXT])
     return rust
-
-
-def _letters() -> list[str]:
-    """Return the letter for each byte: the byte's own character if it is visible, else the next one from 256 on."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    replacements = iter(range(256, 512))
-    return [chr(byte if byte in visible else next(replacements)) for byte in range(256)]
 
 
 def card(settings: Mapping[str, Any], file: Path, folder: Path) -> str:
