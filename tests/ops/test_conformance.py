@@ -461,7 +461,6 @@ IN_CHUNKS = {  # by implementation: what makes its chunks short, and calls of se
         {"scratch_elements": lambda device: 1, "FEWEST_ROWS": 1},
         {
             "attend": lambda: calls.attending(width=4, bias=True, **ROWS),
-            "attend_range": lambda: calls.ranges(rows=33, slots=40, width=4),
             "attend_blocks": lambda: calls.blocks(rows=33, slots=40),
             "index_top_k": lambda: calls.selection(k=3, ratio=1, entries=40, rows=30),
             "candidate_pool": lambda: calls.pool(ratio=1, entries=40, rows=30),

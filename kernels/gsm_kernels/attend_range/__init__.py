@@ -13,7 +13,8 @@ Args:
     key_BFGC, value_BFGC: the slots; F may be 0. H is a multiple of G.
     first_BR, last_BR: int64, the slots [first, last) that a row sees; first = last for none.
     width: None, or the promise that slots are a stream at whose end the R rows stand, F >= R, and that row r sees at
-        most the `width` slots that end with its own, F - R + r: then cost grows with R times width, not R times F.
+        most the `width` slots that end with its own, F - R + r: then cost grows with R times width, not R times F, but
+        for the reference's.
     whole: the promise that row r sees every slot up to its own, F - R + r, or with `width` the last `width` of them. An
         implementation may then ignore the ranges, which it would have to fetch from the device.
 
