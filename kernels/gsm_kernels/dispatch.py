@@ -52,7 +52,7 @@ class Impl:
     Attributes:
         name: "reference", "triton", ...
         fn: the callable; it takes the operation's arguments, or its `Inputs`. If it raises `KernelBuildError`, it is
-            not tried again for calls of that variant (`variant`).
+            not tried again.
         refuses: takes the same arguments; returns the reason why it cannot take this call, or None.
         missing: takes nothing; returns the reason why it can take no call on this machine, or None.
         narrow: the calls that it is for, if these are few; it is then neither forced nor named by `explain`.
@@ -77,7 +77,7 @@ class Op:
         check: takes the same arguments as implementations; raises ValueError if shapes do not fit. A check of `Inputs`
             may depend only on shapes and numbers, because its result is cached.
         doc: the docstring.
-        retired: by implementation and variant, the reason why a kernel could not be built.
+        retired: by implementation, the reason why a kernel could not be built.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Op:
     inputs: Callable[..., Any] | None = None
     check: Callable[..., None] = _nothing
     doc: str | None = None
-    retired: dict[tuple[str, Hashable], str] = field(default_factory=dict)
+    retired: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.__doc__ = self.doc
@@ -108,7 +108,7 @@ class Op:
             with full_precision(first):
                 result = impl.fn(*args, **kwargs)
         except KernelBuildError as error:
-            self._retire(impl, error, *args, **kwargs)
+            self._retire(impl, error)
             return self(*arguments[0], **arguments[1])
         if _heard is not None:
             _heard.append((self.name, impl.name))
@@ -142,27 +142,21 @@ class Op:
     def _choose(self, *args: Any, **kwargs: Any) -> Impl:
         choice = self._choice
         for impl in self.impls:  # runs a hundred times per decoded token, so the cached `missing` comes first
-            offered = (choice == "auto" or choice == impl.name) and impl.missing() is None
-            if offered and impl.refuses(*args, **kwargs) is None:
-                if not self.retired or self._unbuilt(impl, *args, **kwargs) is None:
-                    return impl
-        reasons = [self._refusal(impl, *args, **kwargs) for impl in self.impls if impl.name == _forced]
+            offered = (choice == "auto" or choice == impl.name) and impl.name not in self.retired
+            if offered and impl.missing() is None and impl.refuses(*args, **kwargs) is None:
+                return impl
+        reasons = [self._absence(impl) or impl.refuses(*args, **kwargs) for impl in self.impls if impl.name == _forced]
         raise RuntimeError(_cannot_force(self.name, "; ".join(filter(None, reasons))))
 
     def explain(self) -> tuple[str, str]:
         """Return the implementation that runs calls on this machine, as far as known without arguments, and the
         reason."""
-        implementation, reason = self._explain()
-        unbuilt = [f"{name} for {_words(key)}: {why}" for (name, key), why in self.retired.items()]
-        return implementation, "; ".join((reason, *unbuilt))
-
-    def _explain(self) -> tuple[str, str]:
         if _forced == "reference":
             return "reference", "forced"
         if not self.fast:
             reason = "no Triton kernel yet"
             return ("none", _cannot_force(self.name)) if _forced == "triton" else ("reference", reason)
-        absent = {impl.name: impl.missing() or _elsewhere(impl) for impl in self.fast}
+        absent = {impl.name: self._absence(impl) or _elsewhere(impl) for impl in self.fast}
         reasons = "; ".join(f"{name}: {reason}" for name, reason in absent.items() if reason)
         for impl in self.fast:
             if self._choice in ("auto", impl.name) and absent[impl.name] is None:
@@ -176,17 +170,14 @@ class Op:
             return _forced
         return _forced if any(impl.name == _forced and not impl.narrow for impl in self.impls) else "auto"
 
-    def _refusal(self, impl: Impl, *args: Any, **kwargs: Any) -> str | None:
-        return self._unbuilt(impl, *args, **kwargs) or impl.missing() or impl.refuses(*args, **kwargs)
+    def _absence(self, impl: Impl) -> str | None:
+        """Return why an implementation can take no call in this process, or None."""
+        return self.retired.get(impl.name) or impl.missing()
 
-    def _unbuilt(self, impl: Impl, *args: Any, **kwargs: Any) -> str | None:
-        return self.retired.get((impl.name, variant(*args, **kwargs))) if self.retired else None
-
-    def _retire(self, impl: Impl, error: KernelBuildError, *args: Any, **kwargs: Any) -> None:
-        key = variant(*args, **kwargs)
-        self.retired[impl.name, key] = f"its kernel could not be built ({error})"
+    def _retire(self, impl: Impl, error: KernelBuildError) -> None:
+        self.retired[impl.name] = f"its kernel could not be built ({error})"
         if self._choice == "auto":
-            reason = f"the {impl.name} kernel could not be built for {_words(key)} and is not tried again for it"
+            reason = f"the {impl.name} kernel could not be built and is not tried again"
             warnings.warn(f"{self.name}: {reason}: {error}", RuntimeWarning, stacklevel=3)
 
 
@@ -194,31 +185,6 @@ def _elsewhere(impl: Impl) -> str | None:
     """Return why an implementation is not representative of this machine, although it can take calls, or None."""
     typical = impl.name != "numba" or _forced == "numba" or not torch.cuda.is_available()
     return impl.narrow if typical else "for tensors on the CPU"
-
-
-def variant(*args: Any, **kwargs: Any) -> Hashable:
-    """Return the properties of a call that a kernel may be compiled for: dtypes and sizes except batch and rows.
-
-    Values of integer tensors (positions, slots) are not compiled in. Without `Inputs`, the same call with positional
-    and with keyword arguments has two variants; a kernel that cannot be built is then tried twice.
-    """
-    if args and hasattr(args[0], "_asdict"):
-        kwargs, args = args[0]._asdict(), ()
-    return tuple(_part(name, value) for name, value in (*enumerate(args), *sorted(kwargs.items())))
-
-
-def _part(name: int | str, value: Any) -> Hashable:
-    if not isinstance(value, Tensor):
-        return name, value
-    if not value.is_floating_point():
-        return name, "integers"
-    return name, str(value.dtype).removeprefix("torch."), tuple(value.shape[2:] if value.ndim > 2 else value.shape[-1:])
-
-
-def _words(key: Any) -> str:
-    """Describe the first tensor of a variant: `bfloat16 [.., 64, 256]`."""
-    dtype, sizes = next((part[1:] for part in key if len(part) == 3), ("this call", ()))
-    return f"{dtype} [{', '.join(('..', *map(str, sizes)))}]" if sizes else dtype
 
 
 @contextlib.contextmanager
