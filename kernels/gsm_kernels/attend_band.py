@@ -4,19 +4,7 @@
 
     out_h = RoPE_-t( sum_i exp(z_hi) entry_i / ( sum_i exp(z_hi) + exp(sink_h) ) )
 
-Args:
-    query_BRHC: not rotated; the R rows stand at the last R entries of the stream.
-    window_BEC: stored and new entries in stream order, E >= R, each rotated by its own position.
-    position_BR: int64, position inside its document; -1 is padding and sees nothing.
-    width: entries a row sees at most, itself included; none before position 0 of its document.
-    sink_H: logit of the sink, in the denominator only, not divided by sqrt(C).
-    cos_BRP, sin_BRP: the angles of the rows' positions; the last 2P channels are rotated. No gradient.
-
-Returns:
-    out_BRHC in the query's dtype; 0 in rows that see nothing. Computed in float32, or float64 if that is what comes in.
-
-Raises:
-    ValueError: if the shapes do not fit or width < 1.
+Arguments, result and errors are those of `gsm_kernels.attend`, without bank, index and bias.
 
 Source: the decoder's attention to the shared state in the global state model; sliding-window attention with one
 shared key and value head (Shazeer 2019).

@@ -113,12 +113,10 @@ def power_of_two(number: int, least: int = 1) -> int:
 def build_once(key: Hashable, run: Callable[[], Any]) -> None:
     """Compile all kernels that `run` would launch, once per key, without launching them.
 
-    An operation calls this with its backward before its first forward. If a kernel cannot be built, the dispatch then
-    falls back before anything is computed. It does nothing with the interpreter, which compiles nothing; inside
-    `launching`, which sees the backward when it runs; and while `torch.compile` traces, when the dispatch cannot fall
-    back and the error reaches the user.
+    It does nothing with the interpreter, which compiles nothing, nor inside `launching`, where backward is seen when it
+    runs.
     """
-    if INTERPRETED or _hook() is not None or torch.compiler.is_compiling() or key in _built:
+    if INTERPRETED or _hook() is not None or key in _built:
         return
     with launching(lambda kernel, _, args, options: compiled(kernel, args, options)), torch.no_grad():
         run()

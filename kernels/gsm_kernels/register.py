@@ -2,13 +2,14 @@
 
     swiglu = register("swiglu", forward, backward=backward, learned=("gate", "up"))
 
-`torch.compile`, recomputation and the profiler then see one operator instead of launches and addresses.
+`torch.compile`, recomputation and the profiler then see one operator instead of launches and addresses. A backward of
+kernels is built before the first forward: if one cannot be built, the dispatch falls back before anything is computed.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from .device import full_precision, once
 from .inputs import keep, kept, learns, schema
 from .inverse import keeping
+from .launch import build_once
 
 Function = Callable[..., Any]
 _thread = threading.local()  # `note`: the function of `notes` in this thread
@@ -71,15 +73,32 @@ def register(
             keep(ctx, inputs, *(output[outputs - saved :] if saved else ()))
 
         op.register_autograd(_gradients_by(back, fake, names, learned, results), setup_context=save)
-    if not on_cpu:
-        return op
     places = [names.index(argument) for argument in learned]
 
     def call(*arguments: Any) -> Any:
-        visible = learns(*[arguments[place] for place in places]) or watched()
-        return (op if visible else forward)(*arguments)
+        learning = learns(*[arguments[place] for place in places])
+        if on_cpu:
+            return (op if learning or watched() else forward)(*arguments)
+        if learning and backward is not None and not torch.compiler.is_compiling():
+            build_once((name, *map(_compiled_for, arguments)), lambda: build(backward, *arguments))
+        return op(*arguments)
+
+    def build(backward: Function, *arguments: Any) -> None:
+        outs = fake(*arguments)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        backward(*outs[:results], *outs[outputs - saved :], *arguments)
 
     return call
+
+
+def _compiled_for(argument: Any) -> Hashable:
+    """Return the properties of an argument that kernels are compiled for: its dtype, the sizes of a floating-point
+    tensor but for batch and rows, and whether its other sizes divide by 16."""
+    if not isinstance(argument, Tensor):
+        return argument
+    free = min(2, argument.ndim - 1) if argument.is_floating_point() else argument.ndim
+    by_16 = [size % 16 == 0 for size in argument.shape[:free]]
+    return argument.device, argument.dtype, *by_16, *argument.shape[free:]
 
 
 def _tensors(count: int) -> str:

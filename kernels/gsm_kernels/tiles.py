@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,47 +30,48 @@ PROCESSORS = 132  # multiprocessors of an H100
 GAIN = 0.97  # largest share of the first candidate's time that is worth another tile
 ROUNDS = 7  # timed runs of a candidate
 PAUSE = 1_000_000  # cycles of the GPU before a run, about half a millisecond: the host must not be timed
-Tile = dict[str, int]  # options of a launch: sizes, and warps and stages
-
-
-def fastest(
-    kernel: str, candidates: Sequence[Tile], run: Callable[[Tile], None], like: Tensor, programs: int, *sizes: Hashable
-) -> Tile:
-    """Return the candidate for a call of `programs` programs on the device of `like`.
-
-    `run` launches the kernel with a candidate; it must write the same results each time. `sizes` are the other numbers
-    that the kernel is compiled for.
-    """
-    if not like.is_cuda or programs < PROCESSORS or len(candidates) == 1:
-        return candidates[0]
-    key = (kernel, like.device, like.dtype, *sizes, str(candidates))
-    if key not in _choices:
-        gpu = torch.cuda.get_device_name(like.device)
-        call = f"{kernel} on {gpu}, Triton {triton_version()}, {like.dtype}, {sizes}, {list(candidates)}"
-        path = folder() / f"{hashlib.sha256(call.encode()).hexdigest()[:16]}.json"
-        place = _kept(path, len(candidates))
-        if place is None:
-            with device_of((like,)):
-                if building() or torch.cuda.is_current_stream_capturing():
-                    return candidates[0]  # nothing may run now; a later call times
-                place = _time(path, call, candidates, run)
-        _choices[key] = place
-    return candidates[_choices[key]]
+Tile = tuple[tuple[str, int], ...]  # options of a launch by name: sizes, and warps and stages
 
 
 def launch_fastest(
-    name: str, kernel: Any, grid: Callable[[Tile], tuple[int, ...]], args: tuple, tiles: Sequence[Tile], **options: Any
+    name: str,
+    kernel: Any,
+    grid: Callable[[dict[str, int]], tuple[int, ...]],
+    args: tuple,
+    tiles: tuple[Tile, ...],
+    **options: Any,
 ) -> None:
-    """Launch a kernel with the fastest of its tiles. The grid depends on the tile."""
+    """Launch a kernel with the fastest of its tiles. The grid depends on the tile, the results do not."""
 
     def run(tile: Tile) -> None:
-        launch(kernel, grid(tile), *args, **options, **tile)
+        launch(kernel, grid(dict(tile)), *args, **options, **dict(tile))
 
-    run(fastest(name, tiles, run, args[0], math.prod(grid(tiles[0])), *options.values()))
+    run(fastest(name, tiles, run, args[0], math.prod(grid(dict(tiles[0]))), *options.values()))
+
+
+def fastest(
+    kernel: str, tiles: tuple[Tile, ...], run: Callable[[Tile], None], like: Tensor, programs: int, *sizes: Hashable
+) -> Tile:
+    """Return the tile for a call of `programs` programs on the device of `like`; `sizes` are the kernel's constants."""
+    if not like.is_cuda or programs < PROCESSORS or len(tiles) == 1:
+        return tiles[0]
+    key = kernel, like.device, like.dtype, sizes, tiles
+    if key not in _choices:
+        gpu = torch.cuda.get_device_name(like.device)
+        call = f"{kernel} on {gpu}, Triton {triton_version()}, {like.dtype}, {sizes}, {tiles}"
+        path = folder() / hashlib.sha256(call.encode()).hexdigest()[:16]
+        place = _place(path, len(tiles))
+        if place is None:
+            with device_of((like,)):
+                if building() or torch.cuda.is_current_stream_capturing():
+                    return tiles[0]  # nothing may run now; a later call times
+                place = _time(path, call, [partial(run, tile) for tile in tiles])
+        _choices[key] = tiles[place]
+    return _choices[key]
 
 
 def folder() -> Path:
-    """Return the folder of the choices."""
+    """Return the folder of the choices: a file each, with the tile's place and a sentence."""
     from triton import knobs
 
     return Path(knobs.cache.dir) / "gsm_tiles"
@@ -81,7 +81,7 @@ def describe() -> list[str]:
     """Return a sentence for each choice that this machine keeps, or the reason why it keeps none."""
     if missing() is not None or not torch.cuda.is_available():
         return ["every kernel takes its first tile, because tiles are timed where Triton's kernels run on a GPU"]
-    sentences = sorted(row["sentence"] for path in folder().glob("*.json") if (row := _read(path)))
+    sentences = sorted(filter(None, (_read(path).partition(" ")[2] for path in folder().glob("*"))))
     return sentences or ["none is timed yet: the first large call of a kernel times its candidates"]
 
 
@@ -106,53 +106,39 @@ def spills(run: Callable[[], None]) -> float:
             run()
     except KernelBuildError:
         return math.inf
-    return max(kernel.n_spills for kernel in built)
+    return built[0].n_spills
 
 
-def _time(path: Path, call: str, candidates: Sequence[Tile], run: Callable[[Tile], None]) -> int:
-    """Return the place of the fastest candidate, and write it to the file, unless another process has."""
-    runs = [partial(run, candidate) for candidate in candidates]
-    spilled = [spills(one) for one in runs]
+def _time(path: Path, call: str, runs: list[Callable[[], None]]) -> int:
+    """Return the place of the fastest run, and write it to the file; where another process was first, its place."""
+    spilled = [spills(run) for run in runs]
     fit = [number < math.inf and number <= spilled[0] for number in spilled]
-    times = [milliseconds(one) if fits else math.inf for one, fits in zip(runs, fit, strict=True)]
+    times = [milliseconds(run) if fits else math.inf for run, fits in zip(runs, fit, strict=True)]
     best = times.index(min(times))
     place = best if times[best] < GAIN * times[0] else 0
     sentence = f"{call}: number {place + 1} is taken, after {', '.join(f'{time:.3f}' for time in times)} ms"
-    with contextlib.suppress(OSError):  # a folder that cannot be written: the next process times again
-        _keep(path, {"tile": place, "sentence": sentence}, len(candidates))
-    kept = _kept(path, len(candidates))
-    return place if kept is None else kept
-
-
-def _keep(path: Path, row: dict[str, Any], count: int) -> None:
-    """Write a choice, unless another process was first. A damaged file is replaced; an unreadable one stays."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        json.dump(row, file)
-    try:
-        os.chmod(file.name, 0o644)  # other users share the folder
-        if os.access(path, os.R_OK) and _kept(path, count) is None:
-            os.replace(file.name, path)
-        else:
+    with contextlib.suppress(OSError):  # there is a file, or none can be written: then the next process times again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:
+            file.write(f"{place} {sentence}")
+            file.flush()
+            os.chmod(file.name, 0o644)  # other users share the folder
             os.link(file.name, path)
-    finally:
-        Path(file.name).unlink(missing_ok=True)
+    first = _place(path, len(runs))
+    return place if first is None else first
 
 
-def _kept(path: Path, count: int) -> int | None:
-    """Return the place of the candidate that a file names, of `count` candidates; None if it names none."""
-    place = _read(path).get("tile")
-    return place if place in range(count) else None
+def _place(path: Path, count: int) -> int | None:
+    """Return the place that a file names, of `count` tiles; None if it names none."""
+    word = _read(path).partition(" ")[0]
+    return int(word) if word.isdecimal() and int(word) < count else None
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Return the contents of a file, empty if it is missing or damaged."""
-    try:
-        row = json.loads(path.read_text())
-        sound = isinstance(row["tile"], int) and row["sentence"].isprintable()
-        return row if sound else {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return {}
+def _read(path: Path) -> str:
+    """Return the text of a file, empty if it is missing or unreadable."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return path.read_text()
+    return ""
 
 
-_choices: dict[Hashable, int] = {}
+_choices: dict[Hashable, Tile] = {}

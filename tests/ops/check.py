@@ -19,7 +19,7 @@ from calls import cast, gradients
 from closeness import TOLERANCE, assert_close, relative_error
 from torch import Tensor
 
-from gsm_kernels import Op, launch, listening, tiles, using
+from gsm_kernels import Op, launch, listening, register, tiles, using
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -76,8 +76,8 @@ class Launch(NamedTuple):
 
 
 def launches_of(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """What a module launches from now on, as it grows. A backward that is only built, ahead of its forward, is left
-    out; see `build_ahead`."""
+    """What a module launches from now on, as it grows. A backward that is only built, before its forward, is left out;
+    see `build_before`."""
     seen, plain = list[Launch](), module.launch
 
     def spy(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -87,13 +87,13 @@ def launches_of(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Lau
 
     for place in (module, tiles):
         monkeypatch.setattr(place, "launch", spy)
-    build_ahead(module, monkeypatch)
+    build_before(monkeypatch)
     return seen
 
 
-def build_ahead(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter, which has nothing to build, a module goes through its backward ahead of its first forward as
-    on a GPU, without launching anything: what a test counts there, it counts here."""
+def build_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter, which has nothing to build, operations go through their backward before their first forward,
+    as on a GPU, without launching anything: what a test counts there, it counts here."""
     built = set()
 
     def build_once(key: Any, run: Callable[[], Any]) -> None:
@@ -102,8 +102,8 @@ def build_ahead(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
             with launch.launching(lambda *call: None):
                 run()
 
-    if launch.INTERPRETED and hasattr(module, "build_once"):
-        monkeypatch.setattr(module, "build_once", build_once)
+    if launch.INTERPRETED:
+        monkeypatch.setattr(register, "build_once", build_once)
 
 
 def assert_agrees(op: Op, call: dict, dtype: torch.dtype = torch.float32, implementation: str = "triton") -> None:

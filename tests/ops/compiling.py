@@ -16,6 +16,7 @@ import contextlib
 import importlib
 import json
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -174,8 +175,14 @@ def hazards_of(built: Any) -> dict[str, Any]:
     return counts | {"unwritten": hazards.unwritten(sass), "overwritten": overwritten}
 
 
+def processor_seconds() -> float:
+    """Return the processor time of this process and of those that it has started, such as the assembler."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
 def main(size: str, name: str = "gsm", *operations: str) -> None:
-    """Print a line of JSON for each variant: its kernel, its resources and hazards, or why it failed."""
+    """Print a line of JSON for each variant: its kernel, seconds of compiling, resources, hazards, or why it failed."""
     if size == "steps":
         with target():
             for step, added in enumerate(of_steps(*(name, *operations))):
@@ -188,8 +195,10 @@ def main(size: str, name: str = "gsm", *operations: str) -> None:
             if operations and variant.module.split(".")[1] not in operations:
                 continue
             row: dict[str, Any] = {"module": variant.module, "kernel": variant.kernel}
+            before = processor_seconds()
             try:
                 built = variant.compile()
+                row["seconds"] = round(processor_seconds() - before, 3)
                 row |= resources(built) | hazards_of(built)
             except Exception as error:  # the compiler may raise anything, and the other kernels are of interest too
                 row["failed"] = f"{type(error).__name__}: {error}"

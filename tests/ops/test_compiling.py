@@ -23,8 +23,8 @@ STEP = {  # kernels of a step of training of gsm, forward and backward, by opera
     **{"pool_groups": 2, "rms_norm": 10, "swiglu": 2},
 }
 TILED = {  # kernels of such a step that have a second candidate for their tile
-    **{"attend.forward": 2, "attend.query_gradient": 2, "attend.window_gradient": 1, "index_top_k.best_of_groups": 1},
-    **{"mhc.forward": 1, "mhc.products": 1, "mhc.stream_gradients": 1},
+    **{"attend.forward": 2, "index_top_k.best_of_groups": 1, "mhc.forward": 1, "mhc.products": 1},
+    "mhc.stream_gradients": 1,
 }
 SIZES = ("nano", "tiny", "0p5b", "1p5b")  # 8b_a1p5b has the widths of 1p5b
 

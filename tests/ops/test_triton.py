@@ -7,8 +7,9 @@ import threading
 
 import pytest
 import torch
+from check import DEVICE
 
-from gsm_kernels import Impl, KernelBuildError, Op, launch
+from gsm_kernels import Impl, KernelBuildError, Op, launch, register, rms_norm, using
 
 
 def test_a_kernel_that_cannot_be_built_is_an_error_that_names_it():
@@ -44,6 +45,16 @@ def test_the_kernels_of_backward_are_built_before_forward_runs(monkeypatch):
     with pytest.warns(RuntimeWarning, match="toy: the triton kernel could not be built .* too little shared memory"):
         assert op(torch.ones(1)) == -1
     assert op(torch.ones(1)) == -1 and asked == ["backward"], "it is not tried again"
+
+
+def test_a_backward_is_built_once_for_rows_that_16_divides_and_once_for_others(monkeypatch):
+    """Triton compiles a kernel for each of the two."""
+    built = []
+    monkeypatch.setattr(register, "build_once", lambda key, run: built.append(key))
+    with using("triton"):
+        for rows in (16, 5, 32, 7):
+            rms_norm(torch.ones(1, rows, 8, device=DEVICE, requires_grad=True), torch.ones(8, device=DEVICE))
+    assert built[0] == built[2] != built[1] == built[3]
 
 
 @pytest.mark.parametrize("message", ["PassManager::run failed", "Failed to find C compiler"])

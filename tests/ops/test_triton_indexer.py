@@ -5,7 +5,7 @@ import torch
 from calls import cast, integral, scoring, selection
 from check import (
     assert_agrees,
-    build_ahead,
+    build_before,
     gradients,
     to_device,
     with_reference,
@@ -17,7 +17,6 @@ from gsm_kernels import index_top_k, inverse, score_slots
 from gsm_kernels.index_top_k import triton
 from gsm_kernels.inverse import add_segments, inverse_index
 from gsm_kernels.rows import Rows, lines_of, row_chunks
-from gsm_kernels.score_slots import triton as score_slots_triton
 
 nightly = pytest.mark.nightly  # Triton's interpreter is
 
@@ -141,7 +140,7 @@ def times_sorted(monkeypatch) -> list[int]:
 
 def test_a_selection_is_sorted_once_for_all_who_read_it(monkeypatch):
     """Again where its numbers have changed, and nothing is kept of what they were."""
-    build_ahead(score_slots_triton, monkeypatch)
+    build_before(monkeypatch)
     call = to_device(cast(scoring(rows=5), torch.float32))
     gradients(with_triton(score_slots), call)  # what is built ahead of it sorts, too, and nobody reads that
     inverse.forget()

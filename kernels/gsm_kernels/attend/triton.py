@@ -13,31 +13,21 @@ of its denominator, without atomics, so that it is deterministic:
 3. `window_gradient` processes a tile of window entries and visits the rows that see it.
 
 An entry's gradient is accumulated in float32 and rounded once per call. If several layers attend to one stream,
-autograd sums over them. With W + K visible entries, H heads of C channels and 2 bytes per element, a row needs
-
-                FLOPs                   HBM bytes           the floor's FLOPs and bytes
-    forward     4 H C (W + K)           4 H C               the same
-    backward    14 H C W + 10 H C K     16 H C + 4 C K      10 H C (W + K), 8 H C
-
-The 8 H C above the floor are the rotated query and gradient, written and read; they save a rotation in each of the
-W / 64 + 1 programs that read a row. The 4 C K are the contributions of picks, written and read. Gathered entries come
-from L2: at 5.5 TB/s a tile of them takes as long as its products with 73 rows at 798 TFLOP/s. So the 64 rows that wgmma
-requires cost no more than the gather, even for H < 64, when the rows of other queries are masked. All of this is
-derived, not measured.
+autograd sums over them. The rotated query and gradient are written once and read by `window_gradient`, which then
+rotates nothing. The 64 rows that wgmma requires cost no more than the gather of entries, even for fewer heads, when the
+rows of other queries are masked.
 
 These kernels exist because no library has one entry as key and value of all heads, two sources, a sink, and gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from ..inputs import contiguous, learns, schema
 from ..inverse import add_segments, inverse_index
-from ..launch import build_once, cdiv, in_float32, launch, power_of_two, unfit
+from ..launch import cdiv, in_float32, launch, power_of_two, unfit
 from ..register import register
 from ..rows import Rows, slices
 from ..tiles import PROCESSORS, Tile, launch_fastest
@@ -48,7 +38,7 @@ PAIR_BYTES = 1 << 29  # largest buffer of the picks' contributions, in bytes
 SHARE = 32  # columns per program of `few_rows`
 
 
-def tiles(kernel: str, inputs: Inputs) -> list[Tile]:
+def tiles(kernel: str, inputs: Inputs) -> tuple[Tile, ...]:
     """Return the candidates for the tile of a kernel, QUERIES x HEADS rows and BLOCK entries.
 
     wgmma takes 64 rows as its left operand: queries in forward, entries in backward. An SM holds two programs of four
@@ -56,19 +46,17 @@ def tiles(kernel: str, inputs: Inputs) -> list[Tile]:
     warps. Loading a gathered tile during the computation of another needs five stages, because its slots are loaded
     first. float32 cannot use wgmma, and takes twice the registers.
     """
-    heads = inputs.query_BRHC.shape[2]
-    padded, picks = power_of_two(heads), inputs.slots > 0
+    padded, picks = power_of_two(inputs.query_BRHC.shape[2]), inputs.slots > 0
     if inputs.query_BRHC.dtype == torch.float32:
         rows, shapes = 32, [(32, 8, 1)]
     elif kernel == "forward":
         rows, shapes = 64, [(64, 4, 5 if picks else 4), (32, 4, 5)]
     elif kernel == "query_gradient":
         rows, shapes = (32, [(64, 4, 5 if padded <= 32 else 3)]) if picks else (64, [(64, 4, 3)])
-        shapes.append((32, 4, 3))
     else:
-        rows, shapes = 64, [(64, 4, 2), (64, 4, 3)]
+        rows, shapes = 64, [(64, 4, 2)]
     names = ("QUERIES", "HEADS", "BLOCK", "num_warps", "num_stages")
-    return [dict(zip(names, (max(rows // padded, 1), padded, *shape), strict=True)) for shape in shapes]
+    return tuple(tuple(zip(names, (max(rows // padded, 1), padded, *shape), strict=True)) for shape in shapes)
 
 
 def refuses(inputs: Inputs) -> str | None:
@@ -90,8 +78,6 @@ def attend(inputs: Inputs) -> Tensor:
         return _few_rows(*inputs, shares)
     if learning or inputs.bank_BFC is not None and inputs.bank_BFC.dtype != inputs.window_BEC.dtype:
         inputs = _in_one_dtype(inputs)
-    if learning and inputs.query_BRHC.numel():
-        _build_backward(inputs)
     return _operator(*inputs)[0]
 
 
@@ -103,29 +89,6 @@ def _in_one_dtype(inputs: Inputs) -> Inputs:
     dtype = inputs.query_BRHC.dtype
     bank = None if inputs.bank_BFC is None else inputs.bank_BFC.to(dtype)
     return inputs._replace(window_BEC=inputs.window_BEC.to(dtype), bank_BFC=bank)
-
-
-def _build_backward(inputs: Inputs) -> None:
-    by_16 = inputs.query_BRHC.shape[1] % 16 == 0
-    key = ("attend", inputs.query_BRHC.device, inputs.query_BRHC.dtype, by_16, *_constants(inputs).values())
-
-    def build() -> None:
-        # Divisible by 16 or not, like the rows themselves, because kernels are specialised for it.
-        few = _first_rows(inputs, 64 if by_16 else 63)
-        lse_BRH = few.query_BRHC.new_empty(few.query_BRHC.shape[:3], dtype=torch.float32)
-        _backward(few.query_BRHC, few.query_BRHC, lse_BRH, *few)
-
-    build_once(key, build)
-
-
-def _first_rows(inputs: Inputs, rows: int) -> Inputs:
-    """Return the call for the first rows of the first sequence.
-
-    Kernels compiled for it serve the whole call, because its tensors begin at the same addresses.
-    """
-    by_row = ("query_BRHC", "position_BR", "cos_BRP", "sin_BRP", "index_BRK", "bias_BRK")
-    tensors = {name: x for name, x in inputs._asdict().items() if isinstance(x, Tensor) and name != "sink_H"}
-    return inputs._replace(**{name: x[:1, :rows] if name in by_row else x[:1] for name, x in tensors.items()})
 
 
 # Arguments of the kernels of rows, in order: `_read`, their outputs, `_sizes`, `_constants`.
@@ -157,14 +120,9 @@ def _forward(*arguments):
     out_BRHC, lse_BRH = _outputs(*arguments)
     batch, rows = inputs.query_BRHC.shape[:2]
     arguments = (*_read(inputs), inputs.sink_H, out_BRHC, lse_BRH, *_sizes(inputs))
-    candidates, grid = tiles("forward", inputs), _grid_of_rows(batch, rows)
+    grid, candidates = lambda tile: (batch * cdiv(rows, tile["QUERIES"]),), tiles("forward", inputs)
     launch_fastest("attend.forward", forward, grid, arguments, candidates, **_constants(inputs))
     return out_BRHC, lse_BRH
-
-
-def _grid_of_rows(batch: int, rows: int) -> Callable[[Tile], tuple[int]]:
-    """Return the grid of a kernel whose programs take some queries each."""
-    return lambda tile: (batch * cdiv(rows, tile["QUERIES"]),)
 
 
 def splits(inputs: Inputs) -> int:
@@ -179,9 +137,8 @@ def few_rows(*arguments):
 
     The arguments are the fields of `Inputs`, then the number of shares of each row's columns. One token with 256
     entries would occupy one of 132 processors, with one tile after the other. In shares of 32 columns they are read in
-    parallel, and a second kernel joins them. Derived: two launches, and 2 (W + K) C bytes of entries in the L2 cache.
-    Sizes depend only on shapes, so that a CUDA graph can contain both kernels. Source: "Flash-Decoding" (Dao et al.
-    2023).
+    parallel, and a second kernel joins them. Sizes depend only on shapes, so that a CUDA graph can contain both
+    kernels. Source: "Flash-Decoding" (Dao et al. 2023).
     """
     from .kernels import join, split
 
@@ -224,7 +181,7 @@ def _backward(grad_BRHC, out_BRHC, lse_BRH, *arguments):
 def _row_chunks(inputs: Inputs) -> list[slice]:
     """Return ranges of rows, so that the contributions of their picks take at most PAIR_BYTES."""
     batch, rows, _, channels = inputs.query_BRHC.shape
-    queries = tiles("query_gradient", inputs)[0]["QUERIES"]
+    queries = dict(tiles("query_gradient", inputs)[0])["QUERIES"]
     bytes_a_row = batch * inputs.picks * channels * inputs.query_BRHC.element_size() if inputs.slots else 0
     step = max(PAIR_BYTES // bytes_a_row // queries * queries, queries) if bytes_a_row else max(rows, 1)
     return slices(rows, step)
@@ -238,8 +195,8 @@ def _query_gradient(inputs: Inputs, saved: tuple, written: tuple, rows: slice) -
     length = rows.stop - rows.start
     pair_grads = inputs.query_BRHC.new_empty(batch, length, inputs.picks if inputs.slots else 0, channels)
     arguments = (*_read(inputs), *saved, *written, pair_grads, rows.start, rows.stop, *_sizes(inputs))
-    candidates, grid = tiles("query_gradient", inputs), _grid_of_rows(batch, length)
-    launch_fastest("attend.query_gradient", query_gradient, grid, arguments, candidates, **_constants(inputs))
+    tile = dict(tiles("query_gradient", inputs)[0])
+    launch(query_gradient, (batch * cdiv(length, tile["QUERIES"]),), *arguments, **_constants(inputs), **tile)
     return pair_grads
 
 
@@ -248,9 +205,9 @@ def _window_gradient(inputs: Inputs, query: Tensor, grad: Tensor, lse: Tensor, d
 
     (batch, entries, channels), heads = inputs.window_BEC.shape, query.shape[2]
     tensors = (query, grad, inputs.window_BEC, inputs.position_BR, lse, delta, written)
-    candidates, grid = tiles("window_gradient", inputs), lambda tile: (batch * cdiv(entries, tile["BLOCK"]),)
-    arguments, constants = (*tensors, *_sizes(inputs)[:4]), {"H": heads, "C": channels}
-    launch_fastest("attend.window_gradient", window_gradient, grid, arguments, candidates, **constants)
+    tile = dict(tiles("window_gradient", inputs)[0])
+    grid = (batch * cdiv(entries, tile["BLOCK"]),)
+    launch(window_gradient, grid, *tensors, *_sizes(inputs)[:4], H=heads, C=channels, **tile)
 
 
 def _add_pairs(inputs: Inputs, pair_grads: Tensor, bank_sum: Tensor, rows: slice) -> None:

@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["batch0", "row0", "rows", "R", "F", "groups", "ordinals", "row_tiles", "slot_tiles"])
+@triton.jit(do_not_specialize=["batch0", "row0", "rows", "R", "F", "groups", "ordinals"])
 def best_of_groups(
     query_ptr, weight_ptr, key_ptr, first_ptr, last_ptr, member_ptr, best_ptr,
-    batch0, row0, rows, R, F, groups, ordinals, row_tiles, slot_tiles, block,
+    batch0, row0, rows, R, F, groups, ordinals, block,
     J: tl.constexpr, I: tl.constexpr, GROUP: tl.constexpr, POOLED: tl.constexpr, WIDTH: tl.constexpr,  # noqa: E741
     ROWS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
@@ -23,6 +23,7 @@ def best_of_groups(
     A program makes a tile of ROWS x SLOTS scores in registers, head after head. Tiles that none of their rows see are
     left out, and what they would have written stays undefined.
     """
+    row_tiles, slot_tiles = tl.cdiv(rows, ROWS), tl.cdiv(F, SLOTS)
     tile = tl.program_id(0) // slot_tiles
     start = (tl.program_id(0) % slot_tiles) * SLOTS
     batch = batch0 + tile // row_tiles

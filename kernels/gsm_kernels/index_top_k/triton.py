@@ -8,12 +8,7 @@ The k best slots lie in the k best groups: ahead of a slot of any other group st
 or with an equal one further left, and so k slots. With few slots GROUP is 1, and 2 ends the work. Of many rows, 2 goes
 the same way once more, in one kernel: first the k best spans of neighbouring groups, then the groups of these. Steps 2
 and 3 hold what they choose from in registers and find the k-th highest bit by bit, so no place is sorted and none is
-approximate.
-
-Memory: F / GROUP <= 8,192 numbers and k GROUP scores a row, in chunks of rows of at most 48 MiB. Operations a row:
-2 F J I on the matrix units, whose time is the floor, and 3 F J beside them; in step 3 another 2 k GROUP J I, which wait
-for the keys. Derived, at 64K tokens (F = 32,768, GROUP = 4, k = 128, I = 64): 64 KB of keys a row from the second-level
-cache, half of the floor's time. A single row uses the whole device in step 1 and one block of threads in 2.
+approximate. A row's buffers hold F / GROUP <= 8,192 numbers and k GROUP scores.
 
 A score that is computed twice, in tiles of different shapes, may differ in its last bit where the sums are not exact;
 the slots chosen are the best by the second one, in groups chosen by the first. On whole numbers there is no difference.
@@ -28,7 +23,6 @@ digits of one bit.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +33,7 @@ from ..launch import cdiv, in_float32, launch, power_of_two
 from ..register import register
 from ..rows import Rows, lines_of, row_chunks
 from ..score_slots.triton import score_listed
-from ..tiles import Tile, fastest
+from ..tiles import Tile, launch_fastest
 from .inputs import Inputs
 
 GROUPS = 8192  # groups among which one block of threads chooses: 16 in each of its 512 threads' registers
@@ -138,19 +132,14 @@ class Search(NamedTuple):
         best = key.new_empty((part.lines, cdiv(slots, group)), dtype=torch.float32)
         pooled = best if member is None else member
         tensors = (*self.indexer, self.first, self.last, pooled, best)
+        counts = (*part.place(self.first.shape[1]), slots, best.shape[1], pooled.shape[1], block)
         sizes = {"J": heads, "I": width, "GROUP": group, "POOLED": member is not None, "WIDTH": power_of_two(width, 16)}
+        tiles = score_tiles(part.rows, key.dtype)
 
-        def tiles(cut: Tile) -> tuple[int, int]:
-            return cdiv(part.rows, cut["ROWS"]), cdiv(slots, cut["SLOTS"])
+        def grid(tile: dict[str, int]) -> tuple[int]:
+            return (part.batches * cdiv(part.rows, tile["ROWS"]) * cdiv(slots, tile["SLOTS"]),)
 
-        def run(cut: Tile) -> None:
-            counts = (slots, best.shape[1], pooled.shape[1], *tiles(cut), block)
-            grid = (part.batches * math.prod(tiles(cut)),)
-            launch(best_of_groups, grid, *tensors, *part.place(self.first.shape[1]), *counts, **sizes, **cut)
-
-        candidates = score_tiles(part.rows, key.dtype)
-        programs = part.batches * math.prod(tiles(candidates[0]))
-        run(fastest("index_top_k.best_of_groups", candidates, run, key, programs, *sizes.values()))
+        launch_fastest("index_top_k.best_of_groups", best_of_groups, grid, (*tensors, *counts), tiles, **sizes)
         return best
 
     def choose(self, best: Tensor, part: Rows, group: int, out: Tensor) -> None:
@@ -184,7 +173,7 @@ class Search(NamedTuple):
         launch(choose_blocks, (part.lines,), score, self.first, self.last, out, *sizes, **options)
 
 
-def score_tiles(rows: int, dtype: torch.dtype) -> list[Tile]:
+def score_tiles(rows: int, dtype: torch.dtype) -> tuple[Tile, ...]:
     """Return the candidates for a program's tile of scores, ROWS x SLOTS.
 
     64 x 128 products of one head and as many sums over heads are 64 registers each in 128 threads, so that two programs
@@ -195,7 +184,8 @@ def score_tiles(rows: int, dtype: torch.dtype) -> list[Tile]:
         shapes = [(16, 128, 2)]
     else:
         shapes = [(32, 64, 2)] if dtype == torch.float32 else [(64, 128, 3), (64, 64, 3)]
-    return [{"ROWS": size, "SLOTS": slots, "num_warps": 4, "num_stages": stages} for size, slots, stages in shapes]
+    names = ("ROWS", "SLOTS", "num_stages")
+    return tuple((*zip(names, shape, strict=True), ("num_warps", 4)) for shape in shapes)
 
 
 def choice(size: int, k: int, span: int = 1) -> dict[str, int]:

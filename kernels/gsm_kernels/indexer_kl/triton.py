@@ -2,17 +2,13 @@
 
 Teacher, dense: a first kernel finds what every head's softmax divides by (window, visible slots and sink, as flash
 attention does, without values); a second computes each tile of logits once more and adds the heads' probabilities up in
-registers. They are matrix products of H C (F + W) and H C F multiplications a row. The indexer's scores come from the
-first kernel of `index_top_k`. Sparse: one program has a row with all its heads and gathers the selected entries; the
-scores are those of `score_slots`.
+registers. The indexer's scores come from the first kernel of `index_top_k`. Sparse: one program has a row with all its
+heads and gathers the selected entries; the scores are those of `score_slots`.
 
 A row's divergence and the gradient of its scores, which takes the scores' place, are then two passes over its line in
 the second-level cache. The indexer's gradients follow at once: dense, one kernel for queries and weights by tiles of
 rows and one for keys by tiles of slots, whose parts over rows are added in a fixed order; sparse, those of
 `score_slots`. No atomic additions: the same bits in every run. A chunk's buffers are 48 MiB at most.
-
-Derived for 16,384 tokens, H = 32, C = 128, F = 2,048, half of it visible: 2 x 0.14 TFLOP of teacher and 0.08 of
-indexer, 0.5 ms at the matrix units' floor, forward and backward.
 
 The queries are rotated and scaled in a pass of their own, and rounded to the dtype in which matrix units take them.
 

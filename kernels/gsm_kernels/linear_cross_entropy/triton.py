@@ -8,29 +8,15 @@
 The gradients are made with the loss, so that logits are computed once; backward multiplies them by the loss's gradient.
 Nothing waits for the device: ignored rows take part with gradient 0, since leaving them out needs their number.
 
-**Precision.** The operands are rounded, the logits are not. bfloat16 logits (as in Liger and in a compiled `F.linear`
-with `F.cross_entropy`) are up to 2^-9 off, 0.02 for a logit of 10, and so are probability and gradient. Emulated in
-PyTorch (1,024 rows, V = 8,192, D = 256, logits of standard deviation 4.8, against float64): gradients err by 1.7e-3
-where the reference computes them from bfloat16 inputs, by 1.8e-3 here, by 8.5e-3 with bfloat16 logits. The gradient of
-the logits is rounded to the operands' dtype for the two products that read it; both of these sum in float32. float16
-has too few small numbers for probabilities, so they are multiplied by 2^15 there.
+The operands are rounded, the logits are not: bfloat16 logits (as in Liger and in a compiled `F.linear` with
+`F.cross_entropy`) are up to 2^-9 off, and so are probability and gradient. The gradient of the logits is rounded to the
+operands' dtype for the two products that read it; both of these sum in float32. float16 has too few small numbers for
+probabilities, so they are multiplied by 2^15 there. A float32 weight with bfloat16 rows (mixed-precision training) is
+rounded to bfloat16 once a call, as `F.linear` does under autocast. The weight's gradient stays float32.
 
-**A float32 weight with bfloat16 rows** (mixed-precision training) is rounded to bfloat16 once a call, as `F.linear`
-does under autocast. The rows were rounded before, so the error of a logit grows by a factor of 1.4; the products take
-13 ms, not 200 (below). The weight's gradient stays float32.
-
-**Cost**, derived for T = 16,384, D = 2,048, V = 50,304 and an H100: 6 T D V = 10.1 TFLOP, 12.7 ms at 798 TFLOP/s. Of
-the logits, the BLAS writes 4 bytes each, the kernel reads 4 (and again from the L2 cache, where a row still is: 132
-rows of 201 KB are under way) and writes 2, and two products read 2: the kernel's own 6 bytes are 1.6 ms at 3.0 TB/s.
-bfloat16 logits would save 0.5 ms of these. The weight's gradient is read and written once a chunk, 2.9 GB in all,
-beside a product that takes the BLAS longer. The extra memory is one chunk of float32 logits, 0.82 GB; the float32
-gradients, 0.13 and 0.41 GB, wait for backward.
-
-**Why not a library's.** PyTorch's own (`F.linear_cross_entropy`, from 2.13, in chunks) takes several passes over each
-chunk, breaks a compiled graph and scales its gradients in place in backward. Liger reads the number of targets back to
-the host, and makes chunks of about T D / V rows, 1,024 here: 64 tiles of the second product for 132 processors. A
-compiled `F.linear` with `F.cross_entropy` holds all T V logits. Kernels that keep logits in registers do the products
-themselves, at a fraction of the BLAS's speed (performance figures of others; ours are to be measured).
+PyTorch's own (`F.linear_cross_entropy`, from 2.13, in chunks) breaks a compiled graph and scales its gradients in place
+in backward. Liger reads the number of targets back to the host. A compiled `F.linear` with `F.cross_entropy` holds all
+logits.
 
 Source: the gradient made in forward, in chunks, is Liger's (Hsu et al. 2024, "Liger Kernel"); the online softmax is
 Milakov and Gimelshein's (2018).
@@ -111,6 +97,7 @@ def _chunks(
     weight_VD = weight_VD.to(hidden_ND.dtype).contiguous()
     (count, _), vocabulary = hidden_ND.shape, weight_VD.shape[0]
     loss_N, hidden_grad, weight_grad = _empty(hidden_ND, weight_VD, wants_hidden, wants_weight)
+    weight_grad.zero_()
     step = min(chunk_rows(vocabulary), count)
     logit_RV = loss_N.new_empty(step, cdiv(vocabulary, 64) * 64)  # rows begin at a multiple of 256 bytes
     grad_RV = logit_RV.view(hidden_ND.dtype)  # over the same memory
@@ -124,8 +111,8 @@ def _chunks(
         if wants_hidden:
             _multiply(grad_RV[:size, :vocabulary], weight_VD, hidden_grad[rows])
         if wants_weight:
-            _add_product(weight_grad, grad_RV[:size, :vocabulary].T, hidden_ND[rows], first=rows.start == 0)
-    return loss_N.sum(), hidden_grad, weight_grad if count else weight_grad.zero_()
+            _add_product(weight_grad, grad_RV[:size, :vocabulary].T, hidden_ND[rows])
+    return loss_N.sum(), hidden_grad, weight_grad
 
 
 def _shapes(
@@ -157,11 +144,9 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
         torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """total += a b in float32; `total` holds nothing yet if this is the first."""
-    if first:
-        _multiply(a, b, total)
-    elif not (a.is_cuda and a.dtype != total.dtype):
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b in float32."""
+    if not (a.is_cuda and a.dtype != total.dtype):
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
     elif _adds_to_float32(a.device):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)

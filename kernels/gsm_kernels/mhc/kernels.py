@@ -24,9 +24,10 @@ def forward(
     row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     inside = row < N
     C: tl.constexpr = 2 * X + X * X
-    number, inverse = _projected(streams_ptr, phi_ptr, row, inside, X * D, eps, C, WIDTH, PADDED, PRECISION)
+    total, squares = _sums(streams_ptr, phi_ptr, row, inside, 0, X * D, X * D, C, WIDTH, PADDED, PRECISION)
+    inverse = 1.0 / tl.sqrt(tl.sum(squares, 1) / (X * D) + eps)
     c = tl.arange(0, PADDED)
-    tl.store(number_ptr + row[:, None] * C + c, number, mask=inside[:, None] & (c < C))
+    tl.store(number_ptr + row[:, None] * C + c, total * inverse[:, None], mask=inside[:, None] & (c < C))
     tl.store(inverse_ptr + row, inverse, mask=inside)
     # Through memory, since a token's numbers are spread over the threads otherwise than its coefficients; twice.
     tl.debug_barrier()
@@ -90,17 +91,6 @@ def finish(
         coefficient = coefficient + (tl.sum(tl.sum(tl.where(mix == 2 * X + k, matrix, 0.0), 2), 1),)
     first = tl.program_id(1) * WIDTH
     _mix(streams_ptr, update_ptr, coefficient, left_ptr, mixed_ptr, row, inside, first, first + WIDTH, D, X, WIDTH)
-
-
-@triton.jit
-def _projected(
-    streams_ptr, phi_ptr, row, inside, K, eps,
-    C: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Numbers [TOKENS, PADDED] and 1 / rms [TOKENS] of the streams, as rows of K values."""
-    total, squares = _sums(streams_ptr, phi_ptr, row, inside, 0, K, K, C, WIDTH, PADDED, PRECISION)
-    inverse = 1.0 / tl.sqrt(tl.sum(squares, 1) / K + eps)
-    return total * inverse[:, None], inverse
 
 
 @triton.jit

@@ -1,28 +1,19 @@
-"""The hyper-connections as one kernel forward, two for few tokens, and three backward. What they move is counted in D
-numbers of the streams' dtype per token, for four streams; all figures are derived, none is measured.
+"""The hyper-connections as one kernel forward, two for few tokens, and three backward.
 
-Forward reads 4 + 1 and writes 4 + 1: 10, the least there is, if the second sweep over a tile's streams finds them in
-the L2 cache, else 14. At D = 2048 in bfloat16, two programs of 16 tokens on each of 132 processors are 69 MB, beside a
-cache of 50: a part of the second sweep reads memory again, while another program computes. In smaller tiles phi would
-be read too often: every program reads all of it, from L2 (400 MB for 16,384 tokens, beside 670 MB of streams).
+Forward sweeps twice over a tile's streams; the second sweep finds most of them in the L2 cache. In smaller tiles phi
+would be read too often, because every program reads all of it.
 
-Of up to 64 tokens, as in decoding, each tile would be one program that goes through phi alone, 32 tiles of its columns
-one after the other at D = 2048, then twice through memory, then through 8 tiles of columns. So there the columns of phi
-are divided among up to 64 programs (`project`: a tile or two each), and those of the streams (`finish`: 8 programs),
-which all make the coefficients of their token again, in registers: two launches, no round trip within one, and no copy
-of phi in bfloat16.
+A tile of up to 64 tokens, as in decoding, would be one program that goes through phi alone. So there the columns of phi
+are divided among up to 64 programs (`project`), and those of the streams among others (`finish`), which all make the
+coefficients of their token again, in registers: two launches, no round trip within one, and no copy of phi in bfloat16.
 
-Backward moves 24, where 15 is the least. The gradient of a stream needs that of its token's coefficients, which takes
-whole rows, and the gradient of phi takes whole columns. So one kernel goes by rows (reads 10, writes 1), a small one
-through the coefficients, and one by columns (reads 9, writes 4), which holds its part of phi's gradient in registers
-while the tokens pass. In a single kernel, a tile of 16 tokens would be 86 MB on all processors, which no second sweep
-finds in L2. Four tokens fit a processor's own memory, and with a product for phi's gradient behind it that would move
-19; but every four tokens would then read phi, 1.6 GB from L2 for 16,384 tokens, to save 0.34 GB of memory. The streams
-that left are not read: with g the gradient of the next site's input, <g, X'_k> follows from the products of g with what
-entered.
+In backward, the gradient of a stream needs that of its token's coefficients, which takes whole rows, and the gradient
+of phi takes whole columns. So one kernel goes by rows, a small one through the coefficients, and one by columns, which
+holds its part of phi's gradient in registers while the tokens pass. The streams that left are not read: with g the
+gradient of the next site's input, <g, X'_k> follows from the products of g with the streams that entered.
 
-Kept for backward: the inputs and, in float32, a token's numbers, coefficients and inverse rms (196 bytes). Sinkhorn's
-divisors, 624 bytes, are computed again, in registers.
+Kept for backward: the inputs and, in float32, a token's numbers, coefficients and inverse rms. Sinkhorn's divisors are
+computed again, in registers.
 
 Streams in bfloat16 are multiplied with phi rounded to bfloat16, as autocast would; float16 ones in TF32, and float32
 ones as three products in TF32, which keep float32's precision on the matrix units. All sums and coefficients are
@@ -37,8 +28,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..inputs import contiguous, learns
-from ..launch import build_once, cdiv, launch, power_of_two, unfit
+from ..inputs import contiguous
+from ..launch import cdiv, launch, power_of_two, unfit
 from ..register import register
 from ..tiles import Tile, launch_fastest
 from .inputs import LEARNED, Inputs
@@ -83,7 +74,7 @@ class Blocks(NamedTuple):
 
 
 def _tile(width: int, warps: int, stages: int) -> Tile:
-    return {"WIDTH": width, "num_warps": warps, "num_stages": stages}
+    return ("WIDTH", width), ("num_warps", warps), ("num_stages", stages)
 
 
 def blocks(streams_BRXD: Tensor) -> Blocks:
@@ -98,12 +89,6 @@ def blocks(streams_BRXD: Tensor) -> Blocks:
 
 def mhc_boundary(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """See `gsm_kernels.mhc`."""
-    tensors = inputs[:5]
-    if learns(*tensors):
-        streams = inputs.streams_BRXD
-        key = ("mhc_boundary", streams.device, streams.shape[2:], inputs.rounds, *(x.dtype for x in tensors))
-        # Tensors of the right types stand in for what forward leaves to backward.
-        build_once(key, lambda: _backward(*_results(*inputs), *inputs))
     return _operator(*inputs)[:2]
 
 
@@ -121,7 +106,7 @@ def _forward(*arguments):
     tensors = (streams, update, _operand(phi, streams), bias, scale, left, mixed, number, inverse, coefficient)
     arguments = (*tensors, tokens, width, rounds, eps, hc_eps)
     sizes = {"X": count, "TOKENS": TILE, "PADDED": tile.padded, "PRECISION": tile.precision}
-    candidates, programs = [_tile(max(tile.width // 2, TILE), 8, 5), _tile(tile.width, 8, 3)], cdiv(tokens, TILE)
+    candidates, programs = (_tile(max(tile.width // 2, TILE), 8, 5), _tile(tile.width, 8, 3)), cdiv(tokens, TILE)
     launch_fastest("mhc.forward", forward, lambda _: (programs,), arguments, candidates, **sizes)
     return results
 
@@ -173,7 +158,7 @@ def _products(streams: Tensor, update: Tensor, grads: tuple[Tensor, Tensor], coe
     product, update_grad = coefficient.new_empty((count + 1) ** 2, tokens), torch.empty_like(update)
     tensors = (streams, update, *grads, coefficient, product, update_grad)
     sizes = {"X": count, "TOKENS": TILE // 2, "LANES": min(32, tile.width)}
-    candidates = [_tile(tile.width, 8, 3), _tile(max(tile.width // 2, min(32, tile.width)), 4, 3)]
+    candidates = _tile(tile.width, 8, 3), _tile(max(tile.width // 2, min(32, tile.width)), 4, 3)
     programs = cdiv(tokens, TILE // 2)
     launch_fastest("mhc.products", products, lambda _: (programs,), (*tensors, tokens, width), candidates, **sizes)
     return product, update_grad
@@ -214,7 +199,8 @@ def _stream_gradients(streams: Tensor, others: tuple[Tensor, ...]) -> tuple[Tens
     tensors = (streams, *others, streams_grad, partial)
     sizes = {"X": count, "TOKENS": TILE, "PADDED": tile.padded, "PRECISION": tile.precision}
     arguments = (*tensors, tokens, width, rows)
-    candidates, grid = [_tile(tile.column, tile.warps, stages) for stages in (2, 3)], (cdiv(width, tile.column), parts)
+    candidates = _tile(tile.column, tile.warps, 2), _tile(tile.column, tile.warps, 3)
+    grid = cdiv(width, tile.column), parts
     launch_fastest("mhc.stream_gradients", stream_gradients, lambda _: grid, arguments, candidates, **sizes)
     return streams_grad, partial.sum(0)
 

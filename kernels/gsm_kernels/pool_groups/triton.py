@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..inputs import learns
-from ..launch import build_once, cdiv, launch, power_of_two, unfit
+from ..launch import cdiv, launch, power_of_two, unfit
 from ..register import register
 
 LONGEST = 16  # tokens of a group: read one after the other by one program
@@ -30,13 +29,7 @@ def refuses(value_BSC: Tensor, gate_BSC: Tensor | None, end_BF: Tensor, ratio: i
 
 def pool_groups(value_BSC: Tensor, gate_BSC: Tensor | None, end_BF: Tensor, ratio: int) -> Tensor:
     """See `gsm_kernels.pool_groups`."""
-    gate = None if ratio == 1 else gate_BSC
-    if learns(value_BSC, gate):
-        dtypes = value_BSC.dtype, None if gate is None else gate.dtype
-        grad = value_BSC.new_empty(*end_BF.shape, value_BSC.shape[2])
-        key = ("pool_groups", value_BSC.device, *dtypes, value_BSC.shape[2], ratio)
-        build_once(key, lambda: _backward(grad, value_BSC, gate, end_BF, ratio))
-    return _operator(value_BSC, gate, end_BF, ratio)
+    return _operator(value_BSC, None if ratio == 1 else gate_BSC, end_BF, ratio)
 
 
 def tile(channels: int) -> tuple[int, int]:

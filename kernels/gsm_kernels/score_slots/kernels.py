@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["batch0", "row0", "rows", "R", "F", "places", "tiles"])
+@triton.jit(do_not_specialize=["batch0", "row0", "rows", "R", "F", "places"])
 def forward(
     query_ptr, weight_ptr, key_ptr, index_ptr, score_ptr,
-    batch0, row0, rows, R, F, places, tiles,
+    batch0, row0, rows, R, F, places,
     J: tl.constexpr, I: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, KS:  # noqa: E741
     tl.constexpr,
 ):  # fmt: skip
@@ -22,6 +22,7 @@ def forward(
 
     With GROUP > 1 the index lists groups of neighbouring slots, and a row's places are all slots of its groups.
     """
+    tiles = tl.cdiv(places, KS)
     line = (tl.program_id(0) // tiles).to(tl.int64)
     batch = batch0 + line // rows
     row = batch * R + row0 + line % rows

@@ -3,8 +3,7 @@
 A row's keys are gathered into registers, multiplied with all its heads at once and never stored: forward reads K I
 numbers a row, from the second-level cache where neighbouring rows choose the same. Backward writes the part of each
 place in its key's gradient, [rows, K, I] in float32 for a chunk of rows of 64 MB, and `gsm_kernels.inverse` adds these
-up slot by slot without atomic additions: the same bits in every run. Operations: 2 K J I a row forward, 6 K J I
-backward. For 8 heads, a matrix unit's tile of 16 heads wastes half of them; derived, the bytes outweigh them.
+up slot by slot without atomic additions: the same bits in every run.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from torch import Tensor
 from ..indexer import Indexer
 from ..inputs import learns
 from ..inverse import add_segments, inverse_index
-from ..launch import build_once, cdiv, launch, power_of_two
+from ..launch import cdiv, power_of_two
 from ..register import register
 from ..rows import Rows, lines_of, row_chunks
-from ..tiles import Tile, fastest, launch_fastest
+from ..tiles import Tile, launch_fastest
 from .inputs import Inputs
 
 # The gradient multiplies with a transposed left operand in registers. Compilers have got that wrong with 64 rows, which
@@ -36,11 +35,6 @@ def refuses(inputs: Inputs) -> str | None:
 
 def score_slots(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.score_slots`."""
-    if learns(*inputs.indexer):
-        query_BRJI = inputs.query_BRJI
-        grad = query_BRJI.new_empty(inputs.index_BRK.shape)
-        key = ("score_slots", query_BRJI.device, *(x.dtype for x in inputs.indexer), *query_BRJI.shape[2:])
-        build_once(key, lambda: _backward(grad, *inputs))
     return _operator(*inputs)
 
 
@@ -81,14 +75,13 @@ def score_listed(indexer: Indexer, index: Tensor, part: Rows, group: int = 1) ->
 
     query, key, places = indexer.query_BRJI, indexer.key_BFI, index.shape[1] * group
     score = key.new_empty((part.lines, places), dtype=torch.float32)
+    arguments = (*indexer, index, score, *part.place(query.shape[1]), key.shape[1], places)
     constants, tiles = _tiles(query, 128)
 
-    def run(tile: Tile) -> None:
-        count = cdiv(places, tile["KS"])
-        sizes = (*part.place(query.shape[1]), key.shape[1], places, count)
-        launch(forward, (part.lines * count,), *indexer, index, score, *sizes, GROUP=group, **constants, **tile)
+    def grid(tile: dict[str, int]) -> tuple[int]:
+        return (part.lines * cdiv(places, tile["KS"]),)
 
-    run(fastest("score_slots.forward", tiles, run, query, part.lines, group, *constants.values()))
+    launch_fastest("score_slots.forward", forward, grid, arguments, tiles, GROUP=group, **constants)
     return score
 
 
@@ -108,10 +101,10 @@ def add_gradients(grads: tuple[Tensor, ...], grad: Tensor, indexer: Indexer, ind
     add_segments(key_grad[part.batch0 : part.batch0 + part.batches].flatten(0, 1), pairs, inverse)
 
 
-def _tiles(query: Tensor, places: int) -> tuple[Tile, list[Tile]]:
+def _tiles(query: Tensor, places: int) -> tuple[dict[str, int], tuple[Tile, ...]]:
     """Return the constants and the candidates: four warps multiply tiles of 64 places. In float32, products are made
     from registers, which hold fewer keys."""
     heads, width = query.shape[2:]
     constants = {"J": heads, "I": width, "HEADS": power_of_two(heads, 16), "WIDTH": power_of_two(width, 16)}
     several = (32,) if query.dtype == torch.float32 else (places, places // 2)
-    return constants, [{"KS": size, "num_warps": 4, "num_stages": 1} for size in several]
+    return constants, tuple((("KS", size), ("num_warps", 4), ("num_stages", 1)) for size in several)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..inputs import learns
-from ..launch import build_once, cdiv, launch, unfit
+from ..launch import cdiv, launch, unfit
 from ..register import register
 
 BLOCK, WARPS = 2048, 4  # 16 bytes a thread and access, four accesses: enough of them under way to fill the bandwidth
@@ -23,8 +22,6 @@ def refuses(gate: Tensor, up: Tensor, limit: float) -> str | None:
 
 def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     """See `gsm_kernels.swiglu`."""
-    if learns(gate, up):
-        build_once(("swiglu", gate.device, gate.dtype, up.dtype), lambda: _backward(gate, gate, up, limit))
     return _operator(gate, up, limit)
 
 
