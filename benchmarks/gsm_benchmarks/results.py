@@ -201,10 +201,9 @@ def rate(number: float, unit: str) -> str:
     return f"{number / 1e12:.3g} T{unit}" if number >= 1e11 else f"{number / 1e9:.3g} G{unit}"
 
 
-def quartiles(spread: Mapping[str, float], parts: int = 1) -> str:
-    """Return a median with its quartiles, divided by the number of parts."""
-    median, low, high = (spread[key] / parts for key in ("median", "low", "high"))
-    return f"{median:.4g} ({low:.4g} to {high:.4g})"
+def quartiles(spread: Mapping[str, float]) -> str:
+    """Return a median with its quartiles."""
+    return f"{spread['median']:.4g} ({spread['low']:.4g} to {spread['high']:.4g})"
 
 
 def short(tokens: int) -> str:

@@ -1,14 +1,12 @@
-"""The comparison with a model that nobody here wrote: how it is measured, and that it computes what ours does where
-DeepSeek-V4 and V4.1 do not differ.
+"""The baseline beside transformers' DeepSeek-V4: it computes the same where V4 and V4.1 do not differ.
 
-For the second, weights are copied. What V4 alone has is put out of action by weights (the overlapping half of a group:
-a bias of minus infinity; hyper-connections: constant and equal streams), but for the norm of each query head, which has
-none and is taken out. The library computes norms in float32 whatever the model is in, so all of this is in float32.
+Weights are copied. What V4 alone has is put out of action by weights (the overlapping half of a group: a bias of minus
+infinity; hyper-connections: constant and equal streams), but for the norm of each query head, which has none and is
+taken out. The library computes norms in float32 whatever the model is in, so all of this is in float32.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -17,75 +15,48 @@ import torch
 from small import GEOMETRY, random_tokens, randomise
 from torch import nn
 
-from gsm import build_model
 from gsm.layers.feed_forward import SwiGLU
 from gsm.layers.residual import HyperConnection, Plain, Streams
 from gsm.models.baseline import Baseline
-from gsm_benchmarks import clients, timing
-from gsm_benchmarks.clients import Ours
-from gsm_benchmarks.results import read
+from gsm.models.geometry import Geometry
 
-CPU = torch.device("cpu")
+transformers: Any = pytest.importorskip("transformers", minversion="5.23", reason="the extra hf is not installed")
 CLOSE: Any = {"rtol": 1e-3, "atol": 1e-3}
 
 
-@pytest.fixture
-def ourselves(monkeypatch):
-    """We are our own client, so that nothing else has to be installed."""
-    monkeypatch.setattr(clients, "DECODED", 1)
-    fake = type(sys)("transformers")
-    monkeypatch.setattr(fake, "__version__", "5.99", raising=False)
-    monkeypatch.setattr(clients, "library", lambda: fake)
-    monkeypatch.setitem(clients.CLIENTS, "deepseek_v4", lambda geometry, parameters: Ours(Baseline(geometry)))
-
-
-def test_without_the_library_one_sentence_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ModuleNotFoundError, match=r"not installed: pip install -c constraints.txt -e '.\[clients\]'"):
-        clients.run(device="cpu")
-
-
-@pytest.mark.parametrize("options", [{"contexts": [0]}, {"rounds": 0}, {"work": ["train"]}])
-def test_a_value_out_of_range_is_refused_before_anything_is_measured(options):
-    with pytest.raises(ValueError, match="give 1 or more; work .*: there are step, prefill, decode"):
-        clients.run(device="cpu", **options)
-
-
-def test_every_kind_of_work_is_measured_once_and_shown(tmp_path, capsys, ourselves):
-    output = tmp_path / "a.json"
-    options = {"sizes": ["pico"], "contexts": [24], "rounds": 1, "device": "cpu", "output": str(output)}
-    clients.run(**options)
-    rows = read(output)["rows"]
-    assert list(rows) == [f"baseline pico, 1 x 24, {work}" for work in clients.WORK]
-    for row in rows.values():
-        assert row["ours_ms"]["laps"] == row["theirs_ms"]["laps"] == row["ratio"]["laps"] == 1
-        assert row["parameters"]["ours"] == row["parameters"]["theirs"] > 0
-    both = rows["baseline pico, 1 x 24, step"]["kept_gib"]
-    assert both["ours"] == both["theirs"] > 0
-    capsys.readouterr()
-    clients.run(**options)
-    assert capsys.readouterr().out.count("measured already") == 3
-    before = output.with_suffix(".md").read_text()
-    assert "| baseline pico, 1 x 24, decode a token |" in before and "transformers 5.99" in before
-    clients.run(results=str(output))
-    assert output.with_suffix(".md").read_text() == before
-
-
-def test_a_ratio_is_that_of_one_round_and_each_begins_in_turn(monkeypatch):
-    order, clock = [], [0.0]
-
-    def one(who, seconds):
-        order.append(who)
-        clock[0] += seconds * ((1 + len(order)) // 2)  # the machine becomes slower, for both alike
-
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
-    runs = {"ours": lambda: one("ours", 1), "theirs": lambda: one("theirs", 3)}
-    found = clients.paired(runs, CPU, rounds=4, seconds=1e9)
-    assert found["ratio"]["median"] == found["ratio"]["fastest"] == 3 and found["ours_ms"]["low"] > 2000
-    assert order == ["ours", "theirs"] + ["ours", "theirs", "theirs", "ours"] * 2
-
-
-# With the library.
+def theirs_of(geometry: Geometry, **changes: Any) -> Any:
+    """transformers' DeepSeek-V4 that comes nearest to a geometry; ``changes`` replace fields of its configuration."""
+    roles = [*geometry.encoder_roles(), *["bank"] * geometry.decoder_layers]
+    sparse = "compressed_sparse_attention"
+    fields = {
+        "vocab_size": geometry.vocabulary,
+        "hidden_size": geometry.dim,
+        "num_hidden_layers": geometry.depth,
+        "num_attention_heads": geometry.heads,
+        "head_dim": geometry.entry_dim,
+        "partial_rotary_factor": geometry.rotary_dim / geometry.entry_dim,
+        "rope_theta": geometry.rope_base,
+        "compress_rope_theta": geometry.bank_rope_base,
+        "q_lora_rank": geometry.query_rank,
+        "o_groups": geometry.output_groups,
+        "o_lora_rank": geometry.output_rank,
+        "sliding_window": geometry.window,
+        "layer_types": ["sliding_attention" if role == "window" else sparse for role in roles],
+        "compress_rates": {sparse: geometry.encoder_ratio, "heavily_compressed_attention": 128},
+        "index_n_heads": geometry.index_heads,
+        "index_head_dim": geometry.index_dim,
+        "index_topk": geometry.top_k,
+        "mlp_layer_types": ["moe"] * geometry.depth,
+        "moe_intermediate_size": geometry.feed_forward_dim // 2,
+        "n_routed_experts": 1,
+        "num_experts_per_tok": 1,
+        "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "attn_implementation": "eager",  # the model has no other
+    }
+    return transformers.DeepseekV4ForCausalLM(transformers.DeepseekV4Config(**{**fields, **changes})).eval()
 
 
 def geometry_of(ratio: int, top_k: int):
@@ -96,13 +67,13 @@ def geometry_of(ratio: int, top_k: int):
     return replace(GEOMETRY, **layers, **decoder, encoder_ratio=ratio, top_k=top_k, index_heads=16)
 
 
-def pair_of(ratio: int, top_k: int) -> tuple[Any, clients.DeepseekV4]:
+def pair_of(ratio: int, top_k: int) -> tuple[Any, Any]:
     """Ours with a plain residual, and theirs with its weights."""
     geometry = geometry_of(ratio, top_k)
     ours = Baseline(geometry, residual=Plain)
     randomise(ours)
-    theirs = clients.DeepseekV4(geometry, tie_word_embeddings=False)
-    copy_model(ours, theirs.model)
+    theirs = theirs_of(geometry, tie_word_embeddings=False)
+    copy_model(ours, theirs)
     return ours.eval(), theirs
 
 
@@ -171,44 +142,39 @@ def copy_feed_forward(ours, theirs) -> None:
         their.weight.copy_(our)
 
 
-@pytest.fixture
-def transformers():
-    return pytest.importorskip("transformers", minversion="5.23", reason="the extra `clients` is not installed")
-
-
 # One token a group: what is selected is compared too. Two: what is pooled, with all of it selected.
 @pytest.mark.parametrize(("ratio", "top_k"), [(1, 3), (2, 64)])
-def test_a_model_computes_what_theirs_does(transformers, ratio, top_k):
+def test_a_model_computes_what_theirs_does(ratio, top_k):
     ours, theirs = pair_of(ratio, top_k)
     tokens_BT = random_tokens(2, 33)
-    theirs.model.eval()
-    expected_BTV = theirs.model(input_ids=tokens_BT).logits
+    expected_BTV = theirs(input_ids=tokens_BT).logits
     torch.testing.assert_close(ours(tokens_BT).logits, expected_BTV, **CLOSE)
     assert expected_BTV.std() > 0.5  # so that the tolerance means something
 
 
 @pytest.mark.parametrize(("ratio", "top_k"), [(1, 3), (2, 64)])
-def test_its_prefill_and_decoding_are_ours(transformers, ratio, top_k):
+@torch.no_grad()
+def test_its_prefill_and_decoding_are_ours(ratio, top_k):
     ours, theirs = pair_of(ratio, top_k)
-    theirs.model.eval()
     tokens_BT = random_tokens(1, 30)
     want_BTV = ours(tokens_BT).logits
-    logits_B1V, cache = theirs.prefill(tokens_BT[:, :25], room=5)
-    torch.testing.assert_close(logits_B1V, want_BTV[:, 24:25], **CLOSE)
+    out = theirs(input_ids=tokens_BT[:, :25], use_cache=True)
+    torch.testing.assert_close(out.logits[:, -1:], want_BTV[:, 24:25], **CLOSE)
     for place in range(25, 30):
-        logits_B1V, cache = theirs.decode(tokens_BT[:, place : place + 1], cache)
-        torch.testing.assert_close(logits_B1V, want_BTV[:, place : place + 1], **CLOSE)
+        out = theirs(input_ids=tokens_BT[:, place : place + 1], past_key_values=out.past_key_values, use_cache=True)
+        torch.testing.assert_close(out.logits, want_BTV[:, place : place + 1], **CLOSE)
 
 
-def test_a_step_has_their_loss_and_their_gradients(transformers):
+def test_a_step_has_their_loss_and_their_gradients():
     ours, theirs = pair_of(ratio=2, top_k=64)
     tokens_BT = random_tokens(2, 34)
     loss = ours(tokens_BT[:, :-1], targets=tokens_BT[:, 1:]).loss
-    expected = theirs.loss(tokens_BT[:, :-1], tokens_BT[:, 1:])
+    target_BT = tokens_BT[:, 1:].contiguous()
+    expected = theirs(input_ids=tokens_BT[:, :-1], labels=target_BT, shift_labels=target_BT, use_cache=False).loss
     torch.testing.assert_close(loss, expected, **CLOSE)
     loss.backward()
     expected.backward()
-    for layer, block in zip(theirs.model.model.layers, [*ours.encoder.blocks, *ours.decoder.blocks], strict=True):
+    for layer, block in zip(theirs.model.layers, [*ours.encoder.blocks, *ours.decoder.blocks], strict=True):
         pairs = {
             "query": (block.attention.query.down.weight, layer.self_attn.q_a_proj.weight),
             "window": (block.attention.window.projection.weight, layer.self_attn.kv_proj.weight),
@@ -223,21 +189,21 @@ def test_a_step_has_their_loss_and_their_gradients(transformers):
             torch.testing.assert_close(our.grad, their.grad, **CLOSE, msg=lambda said, name=name: f"{name}: {said}")
 
 
-def test_the_expert_and_the_shared_one_are_the_dense_feed_forward(transformers):
+def test_the_expert_and_the_shared_one_are_the_dense_feed_forward():
     geometry = geometry_of(1, 3)
     ours = SwiGLU(geometry.dim, geometry.feed_forward_dim)
-    theirs = clients.DeepseekV4(geometry).model.model.layers[0].mlp
+    theirs = theirs_of(geometry).model.layers[0].mlp
     with torch.no_grad():
         copy_feed_forward(ours, theirs)
     x = 30 * torch.randn(2, 5, geometry.dim)  # large enough to be clamped
     torch.testing.assert_close(ours(x).update_BRD, theirs(x), **CLOSE)
 
 
-def test_a_site_mixes_writes_and_reads_by_their_coefficients(transformers):
+def test_a_site_mixes_writes_and_reads_by_their_coefficients():
     """V4 reads for the site itself what V4.1 reads for the next: the vector is the same, on other streams."""
     ours = HyperConnection(GEOMETRY.dim)
     randomise(ours)
-    theirs = clients.DeepseekV4(GEOMETRY).model.model.layers[0].attn_hc
+    theirs = theirs_of(GEOMETRY).model.layers[0].attn_hc
     with torch.no_grad():
         for their, our in ((theirs.fn, ours.phi), (theirs.base, ours.bias), (theirs.scale, ours.scale)):
             their.copy_(our)
@@ -248,36 +214,3 @@ def test_a_site_mixes_writes_and_reads_by_their_coefficients(transformers):
     torch.testing.assert_close(left.value_BTXD, expected_BTXD, **CLOSE)
     read_BTX1 = torch.linalg.lstsq(value_BTXD.mT, read_BTD[..., None]).solution
     torch.testing.assert_close(left.mixed_BTD, (expected_BTXD.mT @ read_BTX1)[..., 0], **CLOSE)
-
-
-def test_widths_and_layers_are_taken_over(transformers):
-    model: Any = build_model("baseline", "nano", seed=0)
-    theirs = clients.DeepseekV4(model.geometry)
-    kinds = [layer.self_attn.layer_type for layer in theirs.model.model.layers]
-    assert kinds == ["sliding_attention"] + ["compressed_sparse_attention"] * 7
-    count = sum(p.numel() for p in theirs.model.parameters()) / sum(p.numel() for p in model.parameters())
-    assert 1 < count < 1.15
-
-
-def test_a_size_that_cannot_be_taken_over_is_refused(transformers):
-    with pytest.raises(ValueError, match="feed_forward_dim 25 must be even"):
-        clients.configuration(replace(GEOMETRY, feed_forward_dim=25))
-
-
-def test_a_llama_has_as_many_parameters_and_layers_and_decodes_after_a_prompt(transformers):
-    ours: Any = build_model("gsm", "nano", seed=0)
-    wanted = sum(p.numel() for p in ours.parameters())
-    theirs = clients.Llama(ours.geometry, wanted)
-    layers = theirs.model.model.layers
-    assert len(layers) == ours.geometry.depth
-    assert abs(sum(p.numel() for p in theirs.model.parameters()) - wanted) <= 3 * len(layers) * ours.geometry.dim
-    theirs.model.eval()
-    _, cache = theirs.prefill(torch.arange(20)[None], room=1)
-    read = theirs.decode(torch.tensor([[5]]), cache)[0]
-    whole = theirs.model(input_ids=torch.tensor([[*range(20), 5]])).logits[:, -1:]
-    torch.testing.assert_close(read, whole, **CLOSE)
-
-
-def test_an_unknown_client_is_refused():
-    with pytest.raises(ValueError, match="client=gpt is not allowed because it is unknown. Use deepseek_v4 or llama"):
-        clients.run(device="cpu", client="gpt")
