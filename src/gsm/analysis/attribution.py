@@ -157,8 +157,11 @@ def agreement(
         model.forward(token_T[None])
     values = (state_routes(model, seen).total_TT[list(rows)], gradient_RT, input_RT)
     attributed = {name: value_RT[:, list(sources)] for name, value_RT in zip(WAYS, values, strict=True)}
-    correlations = (_row_by_row(value_RN, moved_RN, rows, sources) for value_RN in attributed.values())
-    return Agreement(tuple(rows), tuple(sources), *correlations, {**attributed, "replaced": moved_RN})
+    rollout_R, gradient_R, input_R = (
+        _row_by_row(value_RN, moved_RN, rows, sources) for value_RN in attributed.values()
+    )
+    attributed["replaced"] = moved_RN
+    return Agreement(tuple(rows), tuple(sources), rollout_R, gradient_R, input_R, attributed)
 
 
 def _row_by_row(first_RN: Tensor, second_RN: Tensor, rows: Sequence[int], sources: Sequence[int]) -> Tensor:
