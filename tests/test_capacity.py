@@ -1,4 +1,4 @@
-"""Capacity: what each load tells and asks, that loads fit, and that answers are counted by load."""
+"""Capacity: the needles and questions of each load, its fit into a sequence, and the count of answers by load."""
 
 from __future__ import annotations
 
@@ -29,41 +29,41 @@ def sequences(task: Capacity, length: int = LENGTH, count: int = 40, whole: int 
 
 
 def pairs(token_T: np.ndarray, until: int) -> list[tuple[int, int]]:
-    """Keys with what stands behind them, before this place."""
+    """Return the keys before a place, each with the token after it."""
     return [(int(token_T[i]), int(token_T[i + 1])) for i in range(until) if token_T[i] < TASK.keys]
 
 
-def first_question(one) -> int:
-    """Where the first key stands that is asked for: answers end the sequence, at equal distances."""
-    due = np.flatnonzero(one.target_T >= 0)
+def first_question(drawn) -> int:
+    """Return the place of the first question's key: answers end the sequence, at equal distances."""
+    due = np.flatnonzero(drawn.target_T >= 0)
     each = due[1] - due[0] if len(due) > 1 else None
-    marks = np.flatnonzero(one.token_T == TASK.vocabulary - 1)
+    marks = np.flatnonzero(drawn.token_T == TASK.vocabulary - 1)
     if each is None:
-        each = 2 if not len(marks) else 2 + due[0] - np.flatnonzero(one.token_T[: due[0]] < TASK.keys)[-1]
+        each = 2 if not len(marks) else 2 + due[0] - np.flatnonzero(drawn.token_T[: due[0]] < TASK.keys)[-1]
     return LENGTH - each * len(due)
 
 
 @EACH
-def test_the_answer_is_the_value_that_the_key_was_told_with_or_most_often(load: Load):
-    for one in sequences(TASK.only(load)):
-        start, told = first_question(one), {}
-        for key, value in pairs(one.token_T, start):
-            told.setdefault(key, Counter())[value] += 1
+def test_the_answer_is_the_most_frequent_value_of_the_key(load: Load):
+    for drawn in sequences(TASK.only(load)):
+        start, values = first_question(drawn), {}
+        for key, value in pairs(drawn.token_T, start):
+            values.setdefault(key, Counter())[value] += 1
         wait = load.amount if load.kind == "wait" else 0
-        for due in np.flatnonzero(one.target_T >= 0):
-            key = int(one.token_T[due - wait])
-            (value, times), *others = told[key].most_common()
-            assert one.target_T[due] == one.token_T[due + 1] == value
+        for due in np.flatnonzero(drawn.target_T >= 0):
+            key = int(drawn.token_T[due - wait])
+            (value, times), *less_frequent = values[key].most_common()
+            assert drawn.target_T[due] == drawn.token_T[due + 1] == value
             if load.kind == "count":
-                assert (times, [n for _, n in others]) == (2 * load.amount // 3, [load.amount // 3])
+                assert (times, [n for _, n in less_frequent]) == (2 * load.amount // 3, [load.amount // 3])
             else:
-                assert times == 1 and not others
+                assert times == 1 and not less_frequent
 
 
 @EACH
-def test_as_much_is_told_as_the_load_says(load: Load):
-    for one in sequences(TASK.only(load)):
-        keys = [key for key, _ in pairs(one.token_T, first_question(one))]
+def test_a_sequence_has_the_needles_of_its_load(load: Load):
+    for drawn in sequences(TASK.only(load)):
+        keys = [key for key, _ in pairs(drawn.token_T, first_question(drawn))]
         if load.kind == "count":
             assert set(Counter(keys).values()) == {load.amount} and len(set(keys)) == min(4, 12 // load.amount)
         else:
@@ -72,38 +72,38 @@ def test_as_much_is_told_as_the_load_says(load: Load):
 
 @EACH
 def test_a_gap_lies_before_the_questions_and_the_last_answer_ends_the_sequence(load: Load):
-    for one in sequences(TASK.only(load)):
-        start = first_question(one)
-        assert (one.token_T[start - TASK.gap : start] >= TASK.keys + TASK.values).all()
-        assert one.target_T[-2] == one.token_T[-1] and one.target_T[-1] == -100
-        assert 1 <= (one.target_T >= 0).sum() <= TASK.asked
+    for drawn in sequences(TASK.only(load)):
+        start = first_question(drawn)
+        assert (drawn.token_T[start - TASK.gap : start] >= TASK.keys + TASK.values).all()
+        assert drawn.target_T[-2] == drawn.token_T[-1] and drawn.target_T[-1] == -100
+        assert 1 <= (drawn.target_T >= 0).sum() <= TASK.asked
 
 
 def test_only_an_answer_that_waits_has_a_mark_and_it_stands_where_the_answer_is_due():
     mark = TASK.vocabulary - 1
     for load in TASK.each():
-        for one in sequences(TASK.only(load), count=10):
-            marked = np.flatnonzero(one.token_T == mark)
-            assert marked.tolist() == (np.flatnonzero(one.target_T >= 0).tolist() if load.kind == "wait" else [])
-            assert one.token_T.max() <= mark
+        for drawn in sequences(TASK.only(load), count=10):
+            marks = np.flatnonzero(drawn.token_T == mark)
+            assert marks.tolist() == (np.flatnonzero(drawn.target_T >= 0).tolist() if load.kind == "wait" else [])
+            assert drawn.token_T.max() <= mark
 
 
 def test_kinds_come_equally_often_and_every_load_comes():
-    drawn = sequences(TASK, count=300)
-    marked = sum(bool((one.token_T == TASK.vocabulary - 1).any()) for one in drawn)
-    assert 70 < marked < 130
-    told = {len(pairs(one.token_T, LENGTH - 1)) - int((one.target_T >= 0).sum()) for one in drawn}
-    assert {1, 6, 8, 12, 16} == told
+    mixed = sequences(TASK, count=300)
+    with_mark = sum(bool((drawn.token_T == TASK.vocabulary - 1).any()) for drawn in mixed)
+    assert 70 < with_mark < 130
+    needles = {len(pairs(drawn.token_T, LENGTH - 1)) - int((drawn.target_T >= 0).sum()) for drawn in mixed}
+    assert {1, 6, 8, 12, 16} == needles
 
 
 def test_a_short_sequence_has_the_loads_that_fit():
     assert TASK.least == max(2 * 1 + 2, 2 * 6 + 2 + 1, 2 * 3 + 2)
-    for one in sequences(TASK, TASK.least, whole=LENGTH):
-        assert len(one.token_T) == TASK.least and (one.target_T >= 0).any()
+    for drawn in sequences(TASK, TASK.least, whole=LENGTH):
+        assert len(drawn.token_T) == TASK.least and (drawn.target_T >= 0).any()
 
 
 class Knows(torch.nn.Module):
-    """Says what is due, from the tokens themselves, but for sequences with a mark."""
+    """A model that answers with the next token; it is wrong in sequences with a mark."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,23 +111,23 @@ class Knows(torch.nn.Module):
         self.embedding, self.evaluating = self.model.embedding, self.model.evaluating
 
     def forward(self, token_BT: torch.Tensor):
-        said_BT = token_BT.roll(-1, 1)
-        said_BT[(token_BT == TASK.vocabulary - 1).any(1)] = TASK.vocabulary - 1
-        return type("Said", (), {"logits": torch.nn.functional.one_hot(said_BT, TASK.vocabulary)})
+        answer_BT = token_BT.roll(-1, 1)
+        answer_BT[(token_BT == TASK.vocabulary - 1).any(1)] = TASK.vocabulary - 1
+        return type("Output", (), {"logits": torch.nn.functional.one_hot(answer_BT, TASK.vocabulary)})
 
 
 def test_answers_are_counted_by_load():
     model: Any = Knows()
-    found = {kind: questions.measure(model, tasks, LENGTH, sequences=5) for kind, tasks in TASK.apart().items()}
-    assert found == {"find": {"1": 1, "8": 1, "16": 1}, "wait": {"1": 0, "8": 0, "32": 0}, "count": {"3": 1, "12": 1}}
-    lines = questions.grid(found)
+    shares = {kind: questions.measure(model, tasks, LENGTH, sequences=5) for kind, tasks in TASK.apart().items()}
+    assert shares == {"find": {"1": 1, "8": 1, "16": 1}, "wait": {"1": 0, "8": 0, "32": 0}, "count": {"3": 1, "12": 1}}
+    lines = questions.grid(shares)
     assert lines[0].split() == ["answered,", "%", "1", "3", "8", "12", "16", "32"]
     assert lines[2].split() == ["wait", "0.0", "0.0", "0.0"]
 
 
 def test_a_load_is_measured_with_sequences_of_its_own_that_are_always_the_same():
-    one, two = (Generated(TASK.only(Load("find", 8)), 7, lambda _: LENGTH)[3] for _ in range(2))
-    assert all((one[name] == two[name]).all() for name in one)
+    first, second = (Generated(TASK.only(Load("find", 8)), 7, lambda _: LENGTH)[3] for _ in range(2))
+    assert all((first[name] == second[name]).all() for name in first)
 
 
 def test_a_run_writes_what_it_answers_under_each_load(tmp_path):
@@ -137,7 +137,7 @@ def test_a_run_writes_what_it_answers_under_each_load(tmp_path):
     words += ["data.task.loads={find: [1, 4], wait: [2], count: [3]}", "data.task.keys=16", "size.vocabulary=65"]
     facts = train(compose(words))
     assert facts["by_length"] is None
-    assert {kind: set(found) for kind, found in facts["by_load"].items()} == {
+    assert {kind: set(shares) for kind, shares in facts["by_load"].items()} == {
         "find": {"1", "4"}, "wait": {"2"}, "count": {"3"}
     }  # fmt: skip
 

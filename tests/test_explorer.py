@@ -49,9 +49,9 @@ TYPES = {"u1": np.uint8, "u2": np.uint16, "i4": np.int32, "f4": np.float32}
 
 def packed(file: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """What a page holds: its JSON, and its arrays."""
-    said = re.search(r'<script id="about" type="application/json">(.*?)</script>', file, re.DOTALL)
-    assert said
-    about, arrays = json.loads(said[1]), {}
+    match = re.search(r'<script id="about" type="application/json">(.*?)</script>', file, re.DOTALL)
+    assert match
+    about, arrays = json.loads(match[1]), {}
     for name, data in re.findall(r'<script id="array-(.*?)" type="text/plain">(.*?)</script>', file):
         kind, *shape = about["arrays"][name]
         arrays[name] = np.frombuffer(base64.b64decode(data), TYPES[kind]).reshape(shape)
@@ -71,7 +71,7 @@ def made() -> Page:
 @pytest.mark.parametrize("case", mostly_nightly(GSMS, "gsm-writer=multi_slot"))
 def test_losses_are_those_of_the_model_with_and_without_its_parts(case: str):
     model, token_BT = build(case), random_tokens(1, T)
-    found = gather(model, token_BT[0])
+    text_facts = gather(model, token_BT[0])
     asked = {"the state": "state"}
     for what, without in {WHOLE: None, **ablations(model)}.items():
         name = what if without is None else f"without {next((k for k, v in asked.items() if v == what), what)}"
@@ -80,9 +80,9 @@ def test_losses_are_those_of_the_model_with_and_without_its_parts(case: str):
         else:
             with without():
                 logit_TV = model(token_BT).logits[0]
-        assert_same(found.loss_T[name][:-1], cross_entropy(logit_TV[:-1], token_BT[0, 1:], reduction="none"), name)
-        assert found.loss_T[name][-1].isnan(), "nothing follows the last token"
-    assert set(found.loss_T) == {
+        assert_same(text_facts.loss_T[name][:-1], cross_entropy(logit_TV[:-1], token_BT[0, 1:], reduction="none"), name)
+        assert text_facts.loss_T[name][-1].isnan(), "nothing follows the last token"
+    assert set(text_facts.loss_T) == {
         WHOLE,
         "without the state",
         *(f"without {n}" for n in ablations(model) if n != "state"),
@@ -95,29 +95,29 @@ def test_losses_are_those_of_the_model_with_and_without_its_parts(case: str):
 )
 def test_readings_are_the_taps(case: str):
     model, token_BT = build(case), random_tokens(1, T)
-    found = gather(model, token_BT[0])
+    text_facts = gather(model, token_BT[0])
     with gsm.record() as seen:
         model(token_BT)
-    assert [one.name for one in found.readings] == names_of(model)
-    for one in found.readings:
-        weight_THE = torch.cat([one.near_THE, one.far_THK, one.sink_TH[..., None]], dim=-1)
-        assert torch.equal(weight_THE, seen[f"{one.name}/weights"][0])
-        if f"{one.name}/top_k" in seen:
-            assert torch.equal(one.chosen_TK, seen[f"{one.name}/top_k"][0])
+    assert [reading.name for reading in text_facts.readings] == names_of(model)
+    for reading in text_facts.readings:
+        weight_THE = torch.cat([reading.near_THE, reading.far_THK, reading.sink_TH[..., None]], dim=-1)
+        assert torch.equal(weight_THE, seen[f"{reading.name}/weights"][0])
+        if f"{reading.name}/top_k" in seen:
+            assert torch.equal(reading.chosen_TK, seen[f"{reading.name}/top_k"][0])
         else:
-            assert one.chosen_TK.shape[1] == 0
-        assert len(one.back_E) == one.near_THE.shape[2], "every near entry has a place"
-    assert [one.layer for one in found.readings if one.name.startswith("stage/")] == [2, 4]
+            assert reading.chosen_TK.shape[1] == 0
+        assert len(reading.back_E) == reading.near_THE.shape[2], "every near entry has a place"
+    assert [reading.layer for reading in text_facts.readings if reading.name.startswith("stage/")] == [2, 4]
 
 
 def test_slots_hold_tokens_of_the_document_that_selects_them():
-    found = gather(build(PLAIN), random_tokens(1, T)[0], TWO)
-    assert found.start_F.tolist()[:11] == [0, 2, 4, 6, 9, 11, 13, 15, 17, 19, 21], "token 8 has no slot"
+    text_facts = gather(build(PLAIN), random_tokens(1, T)[0], TWO)
+    assert text_facts.start_F.tolist()[:11] == [0, 2, 4, 6, 9, 11, 13, 15, 17, 19, 21], "token 8 has no slot"
     selected = 0
-    for one in found.readings:
-        for row, chosen_K in enumerate(one.chosen_TK):
+    for reading in text_facts.readings:
+        for row, chosen_K in enumerate(reading.chosen_TK):
             for slot in chosen_K[chosen_K >= 0].tolist():
-                tokens = list(range(int(found.start_F[slot]), int(found.start_F[slot]) + RATIO))
+                tokens = list(range(int(text_facts.start_F[slot]), int(text_facts.start_F[slot]) + RATIO))
                 assert {int(TWO[token]) for token in tokens} == {int(TWO[row])} and tokens[-1] <= row
                 selected += 1
     assert selected > 100
@@ -139,8 +139,8 @@ def test_a_document_is_attributed_in_company_as_it_is_alone():
 @torch.no_grad()
 def test_what_is_read_later_and_retrieved_is_summed_from_the_weights():
     model, token_BT = build(PLAIN), random_tokens(1, T)
-    found = gather(model, token_BT[0])
-    by_name = {one.name: one for one in found.readings}
+    text_facts = gather(model, token_BT[0])
+    by_name = {reading.name: reading for reading in text_facts.readings}
     read_T, retrieved_T = torch.zeros(2, T, dtype=torch.float64)
     for row in range(T):
         for layer in range(5, 9):
@@ -150,37 +150,41 @@ def test_what_is_read_later_and_retrieved_is_summed_from_the_weights():
                 if 0 <= at < row:
                     read_T[at] += near_HE[:, entry].mean() / 4
         for stage in (1, 2):
-            one = by_name[f"stage/{stage}"]
-            for place, slot in enumerate(one.chosen_TK[row].tolist()):
+            reading = by_name[f"stage/{stage}"]
+            for place, slot in enumerate(reading.chosen_TK[row].tolist()):
                 if slot >= 0:
-                    retrieved_T[slot * RATIO : (slot + 1) * RATIO] += one.far_THK[row, :, place].mean() / RATIO
-    assert_same(found.read_T, read_T, "read")
-    assert_same(found.retrieved_T, retrieved_T, "retrieved")
+                    retrieved_T[slot * RATIO : (slot + 1) * RATIO] += reading.far_THK[row, :, place].mean() / RATIO
+    assert_same(text_facts.read_T, read_T, "read")
+    assert_same(text_facts.retrieved_T, retrieved_T, "retrieved")
 
 
 def test_sources_are_the_strongest_of_the_rollout():
     model, token_BT = build(PLAIN), random_tokens(1, T)
-    found = gather(model, token_BT[0])
+    text_facts = gather(model, token_BT[0])
     with torch.no_grad(), gsm.record(*TAPS) as seen:
         model(token_BT)
     total_TT = state_routes(model, seen).total_TT
     for row in range(T):
-        there = found.source_TP[row] >= 0
-        assert_same(found.share_STP[:, row, there].sum(dim=0), total_TT[row, found.source_TP[row, there]], "shares")
-        assert_same(found.share_STP[:, row, there].sum(), torch.tensor(1.0, dtype=torch.float64), "of a short text all")
-    assert_same(found.way_ST.sum(dim=0), torch.ones(T, dtype=torch.float64), "ways")
+        there = text_facts.source_TP[row] >= 0
+        assert_same(
+            text_facts.share_STP[:, row, there].sum(dim=0), total_TT[row, text_facts.source_TP[row, there]], "shares"
+        )
+        assert_same(
+            text_facts.share_STP[:, row, there].sum(), torch.tensor(1.0, dtype=torch.float64), "of a short text all"
+        )
+    assert_same(text_facts.way_ST.sum(dim=0), torch.ones(T, dtype=torch.float64), "ways")
 
 
 @pytest.mark.parametrize(
-    ("case", "tokens", "said"),
+    ("case", "tokens", "message"),
     [
         ("baseline", T, "model Baseline is not allowed because it has no shared state. Use a GSM"),
         ("gsm", RATIO, "a text of 2 tokens is not allowed. Use 3 to 4,096"),
         ("gsm", facts.LONGEST + 1, "a text of 4,097 tokens"),
     ],
 )
-def test_what_cannot_be_shown_is_refused_in_one_sentence(case: str, tokens: int, said: str):
-    with pytest.raises(ValueError, match=said):
+def test_what_cannot_be_shown_is_refused_in_one_sentence(case: str, tokens: int, message: str):
+    with pytest.raises(ValueError, match=message):
         explore(build(case), random_tokens(1, tokens)[0])
     with pytest.raises(ValueError, match=r"one sequence, \[T\], got the shape \[2, 5\]"):
         explore(build(case), random_tokens(2, 5))
@@ -194,8 +198,8 @@ def test_what_is_not_of_the_length_of_the_text_is_named(name: str):
 
 def test_a_line_at_the_top_may_have_any_value():
     """NaN came into the page as such, and no browser could read it."""
-    found, _ = packed(explore(build("gsm"), random_tokens(1, T)[0], about={"loss": math.nan}).html)
-    assert found["about"]["loss"] == "nan"
+    contents, _ = packed(explore(build("gsm"), random_tokens(1, T)[0], about={"loss": math.nan}).html)
+    assert contents["about"]["loss"] == "nan"
 
 
 def test_a_model_without_a_state_is_called_as_it_was_chosen():
@@ -246,11 +250,11 @@ def test_questions_are_found_in_the_tokens_alone(task: Needle | MultiQueryRecall
 def test_the_file_holds_the_facts(made: Page):
     about, arrays = packed(made.html)
     assert about["tokens"] == T and about["heads"] == GEOMETRY.heads and about["ratio"] == RATIO
-    for one in made.facts.readings:
-        near_THE = (arrays[f"{one.name}/near"] / 255.0) ** 2
-        assert np.abs(near_THE - one.near_THE.numpy()).max() < 1 / 255
-        assert np.array_equal(arrays[f"{one.name}/chosen"].astype(int) - 1, one.chosen_TK.numpy())
-        assert arrays[f"{one.name}/sink"].shape == (T, GEOMETRY.heads, 1)
+    for reading in made.facts.readings:
+        near_THE = (arrays[f"{reading.name}/near"] / 255.0) ** 2
+        assert np.abs(near_THE - reading.near_THE.numpy()).max() < 1 / 255
+        assert np.array_equal(arrays[f"{reading.name}/chosen"].astype(int) - 1, reading.chosen_TK.numpy())
+        assert arrays[f"{reading.name}/sink"].shape == (T, GEOMETRY.heads, 1)
     for number, (name, loss_T) in enumerate(made.facts.loss_T.items()):
         assert about["losses"][number] == name
         assert np.array_equal(arrays[f"loss/{number}"], loss_T.float().numpy(), equal_nan=True)
@@ -270,9 +274,9 @@ def test_the_file_refers_to_nothing_outside_and_allows_nothing(made: Page):
     file = made.html
     policy = re.search(r'http-equiv="Content-Security-Policy" content="(.*?)"', file)
     assert policy and policy[1].startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy[1]
-    own = re.findall(r"<(?:script|style)>(.*?)</(?:script|style)>", file, re.DOTALL)
-    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in own]
-    assert len(own) == 5 and set(re.findall(r"sha256-([^']+)'", policy[1])) == set(hashes)
+    scripts = re.findall(r"<(?:script|style)>(.*?)</(?:script|style)>", file, re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
+    assert len(scripts) == 5 and set(re.findall(r"sha256-([^']+)'", policy[1])) == set(hashes)
     links = re.findall(r"""(?:src|href|action|url)\s*[=(]\s*["']?([^"'\s)>]*)""", re.sub(r"base64.*", "", file))
     assert [link for link in links if link != "data:,"] == []
     assert set(re.findall(r"https?://[^\s\"'`]+", file)) == {"http://www.w3.org/2000/svg"}, "a namespace is no address"
@@ -284,8 +288,8 @@ def hostile() -> Page:
     """A page whose text, and all that is said of its checkpoint, would like to be HTML."""
     tokenizer, model = Tokenizer.plain_bytes(), build(PLAIN)
     ids = torch.tensor(tokenizer.encode(HOSTILE))
-    told = replace(gather(model, ids % model.vocabulary), token_T=ids)  # a model of so few ids knows no bytes
-    return Page(page.render(told, tokenizer, [], {"checkpoint": HOSTILE, "<b>name</b>": "</dl>"}), told)
+    text_facts = replace(gather(model, ids % model.vocabulary), token_T=ids)  # a model of so few ids knows no bytes
+    return Page(page.render(text_facts, tokenizer, [], {"checkpoint": HOSTILE, "<b>name</b>": "</dl>"}), text_facts)
 
 
 def test_what_a_text_says_is_no_html(hostile: Page):
@@ -326,14 +330,14 @@ def test_a_text_with_a_mark_of_the_byte_order_or_bytes_that_are_no_utf8_can_be_w
 def test_the_command_writes_a_page_of_a_needle(tmp_path: Path):
     command_line.call(write, "explore.py", ["checkpoint=needle_gsm", "sequence=3", f"output={tmp_path / 'n.html'}"])
     about, arrays = packed((tmp_path / "n.html").read_text())
-    for key, told, row in about["questions"]:
-        assert about["words"][key] == about["words"][told] and about["words"][key].startswith("K")
-        assert about["words"][told + 1].startswith("V") and np.isfinite(arrays["loss/0"][row])
+    for key, needle, row in about["questions"]:
+        assert about["words"][key] == about["words"][needle] and about["words"][key].startswith("K")
+        assert about["words"][needle + 1].startswith("V") and np.isfinite(arrays["loss/0"][row])
     assert np.isfinite(arrays["loss/0"]).sum() == len(about["questions"]) > 1, "nothing else is asked"
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "given", "words"),
+    ("checkpoint", "arguments", "words"),
     [
         ("nano", [], "explore.py needs text= or text_file= because .* was trained on text"),
         ("nano", ["text=a", "text_file=b"], "text_file=b is not allowed with text"),
@@ -342,9 +346,11 @@ def test_the_command_writes_a_page_of_a_needle(tmp_path: Path):
         ("needle_gsm", ["text=abc"], "text is not allowed because .* was trained on Needle, which has no text"),
     ],
 )
-def test_the_command_explains_what_it_cannot_use(checkpoint: str, given: list[str], words: str, tmp_path: Path):
+def test_the_command_explains_what_it_cannot_use(checkpoint: str, arguments: list[str], words: str, tmp_path: Path):
     with pytest.raises(SystemExit, match=f"^error: {words}"):
-        command_line.call(write, "explore.py", [f"checkpoint={checkpoint}", f"output={tmp_path / 'x.html'}", *given])
+        command_line.call(
+            write, "explore.py", [f"checkpoint={checkpoint}", f"output={tmp_path / 'x.html'}", *arguments]
+        )
     assert not any(tmp_path.iterdir())
 
 
@@ -434,10 +440,10 @@ def driven(browser: Any, made: Page, tmp_path: Path) -> Driven:
     return Driven(browser, made, tmp_path / "page.html")
 
 
-def selected(found: facts.Facts, name: str, row: int) -> set[int]:
+def selected(text_facts: facts.Facts, name: str, row: int) -> set[int]:
     """The tokens of the slots that an attention reads at a row."""
-    one = next(one for one in found.readings if one.name == name)
-    starts = [int(found.start_F[slot]) for slot in one.chosen_TK[row].tolist() if slot >= 0]
+    reading = next(reading for reading in text_facts.readings if reading.name == name)
+    starts = [int(text_facts.start_F[slot]) for slot in reading.chosen_TK[row].tolist() if slot >= 0]
     return {start + offset for start in starts for offset in range(RATIO)}
 
 
@@ -487,7 +493,7 @@ def test_a_layer_and_a_head_are_chosen(driven: Driven):
     assert driven.lit == selected(driven.facts, "encoder/3", row) | window
     driven.choose("lens", "layer 7")
     assert driven.lit == set(range(row - M + 1, row + 1))
-    near_HE = next(one for one in driven.facts.readings if one.name == "decoder/7").near_THE[row]
+    near_HE = next(reading for reading in driven.facts.readings if reading.name == "decoder/7").near_THE[row]
     for head in (None, 0, GEOMETRY.heads - 1):
         driven.choose("head", "mean over heads" if head is None else f"head {head + 1}")
         strongest = float((near_HE.mean(dim=0) if head is None else near_HE[head]).max())
@@ -529,8 +535,10 @@ def test_a_needle_is_marked_where_it_is_asked_for(browser: Any, tmp_path: Path):
     driven = Driven(browser, explore(build(PLAIN), drawn["tokens"], task), tmp_path / "page.html")
     question = questions_of(task, drawn["tokens"])[0]
     assert driven.focus == question.key, "it begins at the first question"
-    told = driven.ask("[...document.querySelectorAll('.token.sought')].map((one) => Number(one.dataset.token))")
-    assert told == [question.needle, question.needle + 1]
+    needle_tokens = driven.ask(
+        "[...document.querySelectorAll('.token.sought')].map((one) => Number(one.dataset.token))"
+    )
+    assert needle_tokens == [question.needle, question.needle + 1]
     assert driven.errors == []
 
 

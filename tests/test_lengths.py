@@ -28,7 +28,7 @@ LONG, SCORED = 37, 9
 
 
 def windows(count: int = 3, documents: str = "isolated") -> list[dict[str, torch.Tensor]]:
-    """Each of two documents; the first token of the second one is a target unless they are isolated."""
+    """Return windows of two documents each. The first token of the second one is a target unless they are isolated."""
     tokens, targets = small.random_tokens(count, LONG), small.random_tokens(count, LONG, seed=2)
     targets[:, 30] = -100 if documents == "isolated" else targets[:, 30]
     number_T = ((torch.arange(LONG) > 30) & (documents != "stream")).long()
@@ -51,11 +51,11 @@ def test_a_score_is_that_of_one_forward_over_the_end_of_the_window(case: str, do
     for length, chunk in ((SCORED, 4), (20, 7), (LONG, 50)):
         end = {name: value[-length:][None] for name, value in window.items()}
         want = token_losses(model, end)[0, -SCORED:].sum().item()
-        found = score(model, window, length, SCORED, whole=False, chunk=chunk)
-        assert found == {"loss": pytest.approx(want, rel=1e-10), "targets": SCORED - (documents == "isolated")}
+        result = score(model, window, length, SCORED, whole=False, chunk=chunk)
+        assert result == {"loss": pytest.approx(want, rel=1e-10), "targets": SCORED - (documents == "isolated")}
 
 
-def test_the_whole_window_is_scored_where_it_is_asked_for_and_its_end_with_it():
+def test_whole_scores_the_window_and_its_end():
     model, window = small.build("gsm"), windows(1)[0]
     part = score(model, window, LONG, SCORED, whole=False, chunk=5)
     both = score(model, window, LONG, SCORED, whole=True, chunk=5)
@@ -65,7 +65,7 @@ def test_the_whole_window_is_scored_where_it_is_asked_for_and_its_end_with_it():
     assert both["whole"] == {"loss": pytest.approx(want, rel=1e-10), "targets": LONG - 1}
 
 
-def test_context_counts_only_where_documents_are_not_apart():
+def test_context_changes_the_loss_only_if_documents_are_not_isolated():
     """All scored targets stand in a document that begins in the shortest length."""
     model, (window,), (stream,) = small.build("gsm"), windows(1, "isolated_all_targets"), windows(1, "stream")
     near = [score(model, window, n, 6, whole=False, chunk=64)["loss"] for n in (6, 12, LONG)]
@@ -76,17 +76,17 @@ def test_context_counts_only_where_documents_are_not_apart():
 
 def test_the_mean_is_over_targets_and_its_interval_over_windows(tmp_path: Path):
     model, cut = small.build("gsm"), windows()
-    found = Lengths(lengths=[SCORED, LONG]).measure(model, {"isolated": cut}, tmp_path / "lengths.json")
-    cells = [found["cells"][f"isolated/{LONG}/{n}"] for n in range(3)]
+    result = Lengths(lengths=[SCORED, LONG]).measure(model, {"isolated": cut}, tmp_path / "lengths.json")
+    cells = [result["cells"][f"isolated/{LONG}/{n}"] for n in range(3)]
     loss = sum(cell["loss"] for cell in cells) / (3 * (SCORED - 1))
-    cell = found["by_length"]["isolated"][str(LONG)]
+    cell = result["by_length"]["isolated"][str(LONG)]
     assert cell["perplexity"] == pytest.approx(math.exp(loss)) and cell["targets"] == 3 * (SCORED - 1)
     each = [math.exp(cell["loss"] / cell["targets"]) for cell in cells]
     assert min(each) * (1 - 1e-12) <= cell["low"] < cell["perplexity"] < cell["high"] <= max(each) * (1 + 1e-12)
-    assert json.loads((tmp_path / "lengths.json").read_text()) == found
+    assert json.loads((tmp_path / "lengths.json").read_text()) == result
 
 
-def test_an_interval_is_that_of_means_drawn_anew():
+def test_an_interval_is_that_of_resampled_means():
     draw = torch.Generator().manual_seed(0)
     sums, weights = torch.rand(16, generator=draw) * 100, torch.randint(50, 60, (16,), generator=draw)
     drawn = torch.randint(16, (20_000, 16), generator=draw)
@@ -98,9 +98,9 @@ def test_an_interval_is_that_of_means_drawn_anew():
 
 
 def test_an_interrupted_evaluation_goes_on_and_ends_with_the_same_numbers(tmp_path: Path, monkeypatch: Any):
-    model, asked = small.build("gsm"), Lengths(lengths=[SCORED, 20])
+    model, evaluation = small.build("gsm"), Lengths(lengths=[SCORED, 20])
     cut = {documents: windows(2, documents) for documents in ("isolated", "stream")}
-    whole = asked.measure(model, cut)
+    whole = evaluation.measure(model, cut)
 
     def first(cells: Iterable[Any], count: int, note: str) -> Iterator[Any]:
         for done, cell in enumerate(cells):
@@ -110,22 +110,22 @@ def test_an_interrupted_evaluation_goes_on_and_ends_with_the_same_numbers(tmp_pa
 
     path, computed = tmp_path / "lengths.json", []
     with pytest.raises(KeyboardInterrupt):
-        asked.measure(model, cut, path, progress=first)
+        evaluation.measure(model, cut, path, progress=first)
     monkeypatch.setattr(lengths, "score", lambda *a, **k: computed.append(a) or score(*a, **k))
-    assert asked.measure(model, cut, path) == whole
+    assert evaluation.measure(model, cut, path) == whole
     assert len(computed) == 8 - 3
-    asked.measure(model, {"isolated": windows(3)}, path)
+    evaluation.measure(model, {"isolated": windows(3)}, path)
     assert len(computed) == 8 - 3 + 6, "another number of windows is another evaluation"
     assert path.with_suffix(".previous").is_file()
 
 
 def test_windows_of_another_tokenizer_are_not_set_side_by_side(tmp_path: Path):
-    one, other = ({"checkpoint": name, "settings": {"text": {"corpus": "c", "tokenizer": name}}} for name in ("a", "b"))
+    results = [{"checkpoint": name, "settings": {"text": {"corpus": "c", "tokenizer": name}}} for name in ("a", "b")]
     with pytest.raises(
         ConfigError,
         match=r"^checkpoint=b is not allowed .* differ from those of a by the data's tokenizer \(a there, b here",
     ):
-        Lengths(lengths=[4]).conclude([one, other], tmp_path / "lengths.json")
+        Lengths(lengths=[4]).conclude(results, tmp_path / "lengths.json")
 
 
 def test_lengths_are_read_as_a_list_or_a_range():
@@ -140,9 +140,9 @@ def test_lengths_are_read_as_a_list_or_a_range():
 
 
 def test_a_folder_of_runs_becomes_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    given = [*arguments(tmp_path), "trainer.max_steps=1", "ngrams=false", "sample=false", "model/residual=plain"]
+    overrides = [*arguments(tmp_path), "trainer.max_steps=1", "ngrams=false", "sample=false", "model/residual=plain"]
     for model, seed in (("gsm", 0), ("gsm", 1), ("baseline", 0)):
-        train(compose([*given, f"model={model}", f"seed={seed}"]))
+        train(compose([*overrides, f"model={model}", f"seed={seed}"]))
     folder = tmp_path / "logs/default"
     commands.call([f"checkpoint={folder}", "lengths=[16,64]", "windows=2", "scored=8"])
     printed = capsys.readouterr().out
@@ -157,18 +157,18 @@ def test_a_folder_of_runs_becomes_a_table_and_a_picture(tmp_path: Path, capsys: 
     assert "nats minus baseline, stream" in (page := (folder / "comparison.html").read_text()), "the page has it, too"
     assert "2 windows, the last 8 targets of each" in page and "data:image/png;base64" in page
     single = [json.loads((folder / f"gsm/seed{seed}/lengths.json").read_text()) for seed in (0, 1)]
-    losses = [one["by_length"]["stream"]["64"]["loss"] for one in single]
+    losses = [result["by_length"]["stream"]["64"]["loss"] for result in single]
     assert both["loss"] == pytest.approx(sum(losses) / 2)
-    found = Lengths.metrics(single[0])
-    assert found["stream/64"] == pytest.approx(math.exp(losses[0]))
-    assert {"stream/16", "isolated_all_targets/64", "stream/full", "held_out"} <= set(found)
+    metrics = Lengths.metrics(single[0])
+    assert metrics["stream/64"] == pytest.approx(math.exp(losses[0]))
+    assert {"stream/16", "isolated_all_targets/64", "stream/full", "held_out"} <= set(metrics)
     for by_length in single[0]["by_length"].values():
         assert {cell["targets"] for cell in by_length.values()} == {2 * 8}, (
             "every target counts, the paper's 16 x 4,096"
         )
-    held_out = [one["held_out"] for one in single]
+    held_out = [result["held_out"] for result in single]
     assert held_out[0]["context"] == 16 and 0.8 < held_out[0]["targets"] / (2 * 64) <= 1, "as many as the windows have"
-    mean = math.exp(sum(math.log(one["perplexity"]) for one in held_out) / 2)
+    mean = math.exp(sum(math.log(loss["perplexity"]) for loss in held_out) / 2)
     assert f" {mean:.4f} " in (folder / "lengths.md").read_text().replace("|", " | ")
     with pytest.raises(SystemExit, match="windows=99 is not allowed because .* has only .* room for"):
         commands.call([f"checkpoint={folder}", "lengths=64", "windows=99"])

@@ -17,7 +17,7 @@ Sequence = dict[str, np.ndarray]
 
 
 def sequence(tokens: list[int], following: int) -> Sequence:
-    """A packed sequence as the data gives it: targets one further on, none after an end of text."""
+    """Return a packed sequence of the data: the target is the next token, but after an end of text there is none."""
     token_T = np.array(tokens)
     target_T = np.where(token_T == END, -100, np.array([*tokens[1:], following]))
     document_T = np.cumsum(token_T == END) - (token_T == END)
@@ -25,26 +25,28 @@ def sequence(tokens: list[int], following: int) -> Sequence:
 
 
 def sample(count: int, seed: int, length: int = 12) -> list[Sequence]:
-    """Sequences in which the next token leans on the last two."""
+    """Return sequences whose next token depends on the last two."""
     random = np.random.default_rng(seed)
     stream = [0, 1]
     while len(stream) < count * length + 1:
-        leaning = (stream[-1] * 3 + stream[-2]) % V
-        stream.append(leaning if random.random() < 0.6 else int(random.integers(V)))
+        likely = (stream[-1] * 3 + stream[-2]) % V
+        stream.append(likely if random.random() < 0.6 else int(random.integers(V)))
     return [sequence(stream[i * length : (i + 1) * length], stream[(i + 1) * length]) for i in range(count)]
 
 
 def grams_of(sequences: list[Sequence], order: int) -> list[tuple[int, ...]]:
-    """Every scored target after its history, oldest token first; V where there is no history."""
-    found = []
-    for one in sequences:
-        for place, target in enumerate(one["targets"]):
+    """Return every scored target after its history, oldest token first. V stands for a missing token."""
+    grams = []
+    for line in sequences:
+        for place, target in enumerate(line["targets"]):
             if target != -100:
-                inside = [p for p in range(place - order + 2, place + 1)]
-                known = [p >= 0 and one["documents"][p] == one["documents"][place] for p in inside]
-                history = [int(one["tokens"][p]) if k else V for p, k in zip(inside, known, strict=True)]
-                found.append((*history, int(target)))
-    return found
+                places = range(place - order + 2, place + 1)
+                in_document = [p >= 0 and line["documents"][p] == line["documents"][place] for p in places]
+                history = [
+                    int(line["tokens"][p]) if inside else V for p, inside in zip(places, in_document, strict=True)
+                ]
+                grams.append((*history, int(target)))
+    return grams
 
 
 class SlowKneserNey:
@@ -69,8 +71,8 @@ class SlowKneserNey:
         if not (n[1] and n[2] and n[3]):
             return FALLBACK
         y = n[1] / (n[1] + 2 * n[2])
-        found = tuple(i - (i + 1) * y * n[i + 1] / n[i] for i in (1, 2, 3))
-        return found if all(0 <= d <= i for i, d in enumerate(found, 1)) else FALLBACK
+        discounts = tuple(i - (i + 1) * y * n[i + 1] / n[i] for i in (1, 2, 3))
+        return discounts if all(0 <= d <= i for i, d in enumerate(discounts, 1)) else FALLBACK
 
     def probability(self, gram: tuple[int, ...]) -> float:
         if not gram:
@@ -83,8 +85,8 @@ class SlowKneserNey:
         total = sum(followers.values())
         freed = sum(discounts[min(count, 3) - 1] for count in followers.values())
         count = followers.get(gram[-1], 0)
-        kept = count - discounts[min(count, 3) - 1] if count else 0.0
-        return (kept + freed * lower) / total
+        discounted = count - discounts[min(count, 3) - 1] if count else 0.0
+        return (discounted + freed * lower) / total
 
 
 @pytest.mark.parametrize("order", [2, 3, 5])
@@ -119,8 +121,8 @@ def test_the_unigram_adds_one_to_every_count() -> None:
 
 
 def test_only_targets_that_a_model_is_scored_on_count() -> None:
-    one = sequence([0, 1, END, 2, 3], following=4)
-    targets, last, older = examples([one], 3, V)
+    line = sequence([0, 1, END, 2, 3], following=4)
+    targets, last, older = examples([line], 3, V)
     assert targets.tolist() == [1, END, 3, 4]
     assert last.tolist() == [0, 1, 2, 3]
     assert older.tolist() == [V, 0, V, 2], "history ends where the document or the sequence begins"
@@ -130,8 +132,8 @@ def test_bits_per_byte_is_the_mean_over_targets() -> None:
     train, validation = sample(30, seed=4), sample(10, seed=5)
     slow = SlowKneserNey(grams_of(train, 3))
     bits = [-math.log2(slow.probability(gram)) for gram in grams_of(validation, 3)]
-    found = measure(train, validation, order=3, vocabulary=V, bytes_per_token=2.5)
-    assert found == pytest.approx(sum(bits) / len(bits) / 2.5, rel=1e-12)
+    bits_per_byte = measure(train, validation, order=3, vocabulary=V, bytes_per_token=2.5)
+    assert bits_per_byte == pytest.approx(sum(bits) / len(bits) / 2.5, rel=1e-12)
 
 
 @pytest.mark.parametrize("order", [1, 5])

@@ -20,32 +20,32 @@ LENGTH = 40
 
 
 def sequences(length: int, count: int = 2) -> list[dict[str, Tensor]]:
-    """Of two documents each."""
+    """Return sequences of two documents each."""
     ids = (torch.arange(length) >= length // 4).long()
     return [{"tokens": tokens, "documents": ids} for tokens in random_tokens(count, length)]
 
 
 def test_a_stage_that_shares_the_selection_overlaps_wholly():
-    found = overlaps(build("gsm-retriever=shared_topk"), sequences(LENGTH))
-    counted = 2 * sum((position + 1) // RATIO > K for part in (10, 30) for position in range(part))
-    assert set(found) == {1, 2}
-    for overlap_N in found.values():
-        assert torch.equal(overlap_N, torch.ones(counted))
+    by_stage = overlaps(build("gsm-retriever=shared_topk"), sequences(LENGTH))
+    queries = 2 * sum((position + 1) // RATIO > K for part in (10, 30) for position in range(part))
+    assert set(by_stage) == {1, 2}
+    for overlap_N in by_stage.values():
+        assert torch.equal(overlap_N, torch.ones(queries))
 
 
-def test_of_stages_that_share_the_selection_it_is_said_that_this_is_so_by_construction():
-    """`overlap=true` answered 100.0 for each stage of the default model, as if that had been found out."""
+def test_the_table_says_that_stages_with_the_encoders_selection_overlap_by_construction():
+    """`overlap=true` answered 100.0 for each stage of the default model, as if that were a measurement."""
     shared = measure(build("gsm-retriever=shared_topk"), sequences, LENGTH)
     assert shared["mean"] == 1 and shared["by_construction"] is True
     assert table(shared)[-1].strip().startswith("100 % by construction")
-    own = measure(build("gsm-retriever=separate_indexer"), sequences, LENGTH)
-    assert "by_construction" not in own and "by construction" not in " ".join(table(own))
+    separate = measure(build("gsm-retriever=separate_indexer"), sequences, LENGTH)
+    assert "by_construction" not in separate and "by construction" not in " ".join(table(separate))
 
 
 def test_stages_on_layers_that_reuse_a_selection_are_compared_with_it():
     geometry = replace(GEOMETRY, bank_layers=[2])  # layers 3 and 4 reuse what layer 2 has selected
-    found = overlaps(build("gsm-retriever=shared_topk", geometry=geometry, stages=[3, 4]), sequences(LENGTH))
-    assert [float(overlap_N.mean()) for overlap_N in found.values()] == [1.0, 1.0]
+    by_stage = overlaps(build("gsm-retriever=shared_topk", geometry=geometry, stages=[3, 4]), sequences(LENGTH))
+    assert [float(overlap_N.mean()) for overlap_N in by_stage.values()] == [1.0, 1.0]
 
 
 def test_a_random_selection_overlaps_by_k_over_the_candidates():
@@ -61,8 +61,8 @@ def test_a_random_selection_overlaps_by_k_over_the_candidates():
 
 def test_chance_counts_positions_from_the_beginning_of_each_document():
     parts = [K / n for part in (10, 30) for position in range(part) if (n := (position + 1) // RATIO) > K]
-    found = chance(build("gsm-retriever=separate_indexer"), sequences(LENGTH))
-    assert found == pytest.approx(sum(parts) / len(parts))
+    share = chance(build("gsm-retriever=separate_indexer"), sequences(LENGTH))
+    assert share == pytest.approx(sum(parts) / len(parts))
 
 
 def test_the_table_shows_the_agreement_beyond_chance():
@@ -83,12 +83,13 @@ def test_the_overlap_does_not_depend_on_how_a_sequence_is_cut(monkeypatch: pytes
 
 
 def test_shared_slots_are_those_of_both_sets():
-    own, theirs = torch.tensor([[[0, 3, 5, -1], [7, -1, -1, -1]]]), torch.tensor([[[3, 5, 9], [-1, -1, -1]]])
-    assert shared_slots(own, theirs).tolist() == [[2, 0]]
-    assert shared_slots(own, theirs[..., :0]).tolist() == [[0, 0]]
+    stage_BRJ = torch.tensor([[[0, 3, 5, -1], [7, -1, -1, -1]]])
+    encoder_BRK = torch.tensor([[[3, 5, 9], [-1, -1, -1]]])
+    assert shared_slots(stage_BRJ, encoder_BRK).tolist() == [[2, 0]]
+    assert shared_slots(stage_BRJ, encoder_BRK[..., :0]).tolist() == [[0, 0]]
 
 
-def test_distances_are_counted_in_tokens_of_the_own_document():
+def test_distances_count_tokens_of_the_rows_document():
     model = build("gsm-retriever=shared_topk")
     documents = torch.tensor([[0] * 5 + [1] * 9])
     with gsm.record("position", "stage/*/top_k") as seen:
@@ -106,7 +107,7 @@ def test_distances_are_counted_in_tokens_of_the_own_document():
 
 
 @pytest.mark.parametrize("case", ["gsm-stages=none", "gsm-encoder_reading=window_only", "baseline-pool"])
-def test_where_nothing_is_selected_twice_there_is_no_overlap(case: str):
+def test_a_model_without_two_selections_has_no_overlap(case: str):
     model = build(case)
     assert overlaps(model, sequences(LENGTH)) == {}
     assert measure(model, sequences, LENGTH) is None

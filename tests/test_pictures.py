@@ -29,38 +29,39 @@ STEPS = ["trainer.max_steps=2", "trainer.log_every_n_steps=1", "trainer.val_chec
 
 
 class Sizes(lightning.Callback):
-    """Notes how many bytes of tensors the pictures hold on to after every validation."""
+    """Record the bytes of tensors that the pictures hold after every validation."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
 
     def on_validation_end(self, trainer, pl_module) -> None:
-        for held in (vars(one) for one in trainer.callbacks if isinstance(one, Pictures)):
-            assert set(held) - {"log", "log_dict"} == set(vars(Pictures()))
-            self.seen.append(sum(value.nbytes for value in held["_batch"].values()))
+        for callback in trainer.callbacks:
+            if isinstance(callback, Pictures):
+                assert set(vars(callback)) - {"log", "log_dict"} == set(vars(Pictures()))
+                self.seen.append(sum(value.nbytes for value in callback._batch.values()))
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of all runs here: to compose it takes as long as to train."""
-    given = [*arguments(tmp_path_factory.mktemp("text")), *STEPS, "model/retriever=separate_indexer"]
-    return compose(given)
+    """The configuration of all runs here: composing it takes as long as training."""
+    overrides = [*arguments(tmp_path_factory.mktemp("text")), *STEPS, "model/retriever=separate_indexer"]
+    return compose(overrides)
 
 
 def trained(config: dict[str, Any], folder: Path, **callbacks: None) -> tuple[dict, list[str], list[int]]:
-    """The weights after two steps, the metrics but for those of the pictures, and what these held on to."""
+    """Return the weights after two steps, the metrics without those of the pictures, and the bytes that these held."""
     places = {"csv": {"path": str(folder / "metrics.csv")}, "tensorboard": {"save_dir": str(folder)}}
     logger = {name: {**node, **places[name]} for name, node in config["logger"].items()}
-    own = {name: None for name in ("best", "latest")} | callbacks
-    run = assemble({**config, "folder": str(folder), "logger": logger, "callbacks": {**config["callbacks"], **own}})
+    changes = {name: None for name in ("best", "latest")} | callbacks
+    run = assemble({**config, "folder": str(folder), "logger": logger, "callbacks": {**config["callbacks"], **changes}})
     sizes = Sizes()
     run.trainer.callbacks.append(sizes)
     run.trainer.fit(run.task, datamodule=run.data)
     lines = (folder / "metrics.csv").read_text().splitlines()
     names = [line.split(",")[1] for line in lines]
     skipped = [name in UNSTEADY or name.startswith(("val/overlap_sample/", "val/state/")) for name in names]
-    kept = [line for line, skip in zip(lines, skipped, strict=True) if not skip]
-    return run.model.state_dict(), kept, sizes.seen
+    others = [line for line, skip in zip(lines, skipped, strict=True) if not skip]
+    return run.model.state_dict(), others, sizes.seen
 
 
 def test_a_run_is_the_same_with_pictures_and_without_and_they_do_not_grow(config: dict[str, Any], tmp_path: Path):
@@ -82,7 +83,7 @@ class Drawing(torch.nn.Module):
 
 def test_a_model_that_draws_random_numbers_does_not_draw_others_for_it(config: dict[str, Any]):
     run = assemble(config)
-    pictures = next(one for one in run.trainer.callbacks if isinstance(one, Pictures))
+    pictures = next(callback for callback in run.trainer.callbacks if isinstance(callback, Pictures))
     run.model.norm = torch.nn.Sequential(run.model.norm, Drawing())
     pictures._batch = {"tokens": torch.zeros(1, 32, dtype=torch.int64), "documents": torch.zeros(1, 32).long()}
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
@@ -114,24 +115,24 @@ def test_the_decoders_attention_is_the_mean_over_heads_and_rows_that_see_a_whole
     positions = model.writer.positions
     with gsm.record(*TAPS) as seen:
         model(random_tokens(2, 20), documents=torch.tensor([[-1] * 3 + [0] * 17, [0] * 20]), rows=19)
-    found = decoder_attention(model, seen)
-    assert found.shape == (GEOMETRY.decoder_layers, model.state_size + 1)
-    assert torch.allclose(found.sum(1), torch.ones(4))
+    weight_LE = decoder_attention(model, seen)
+    assert weight_LE.shape == (GEOMETRY.decoder_layers, model.state_size + 1)
+    assert torch.allclose(weight_LE.sum(1), torch.ones(4))
     last = seen["decoder/8/weights"]  # of rows 1 to 19, at positions -1, -1, 0, ... and 1, 2, ...
     whole = torch.cat([last[0, positions + 1 :], last[1, positions - 2 :]])
-    assert torch.allclose(found[3].double(), whole.mean((0, 1)), atol=1e-6)
+    assert torch.allclose(weight_LE[3].double(), whole.mean((0, 1)), atol=1e-6)
 
 
 @pytest.mark.parametrize("reader", variants("model/state_reader"))
 def test_every_reader_of_the_state_is_drawn(reader: str):
-    """Layers that keep a window of their own compute rows for one another, each another number."""
+    """Decoder layers with windows of their own compute different numbers of rows."""
     model = build(f"gsm-state_reader={reader}")
     with gsm.record(*TAPS) as seen:
         model(random_tokens(2, 20), rows=5)
     assert torch.allclose(decoder_attention(model, seen).sum(1), torch.ones(4))
-    found = {name: plots.pixels(picture, 30) for name, picture in views(model, seen)}
-    assert list(found) == ["decoder_reads", "decoder_reads_by_row", "stages_select", "state_is_made_of"]
-    assert all(one.dtype == np.uint8 and one.ndim == 3 for one in found.values())
+    pixels = {name: plots.pixels(picture, 30) for name, picture in views(model, seen)}
+    assert list(pixels) == ["decoder_reads", "decoder_reads_by_row", "stages_select", "state_is_made_of"]
+    assert all(array.dtype == np.uint8 and array.ndim == 3 for array in pixels.values())
 
 
 def test_rows_that_are_all_padding_are_grey():
@@ -172,9 +173,9 @@ def test_what_the_state_is_made_of_sums_to_one_without_padding():
     model = build("gsm-writer=gated")
     with gsm.record(*TAPS) as seen:
         model(random_tokens(2, 20), documents=torch.tensor([[0] * 20, [-1] * 5 + [0] * 15]))
-    found = shares(model, seen)
-    assert list(found) == ["state/share/encoder", "state/share/stage1", "state/share/stage2"]
-    assert sum(found.values()) == pytest.approx(1) and min(found.values()) > 0
+    by_way = shares(model, seen)
+    assert list(by_way) == ["state/share/encoder", "state/share/stage1", "state/share/stage2"]
+    assert sum(by_way.values()) == pytest.approx(1) and min(by_way.values()) > 0
     assert shares(build("gsm-stages=none"), seen) == {}
 
 
@@ -182,10 +183,10 @@ def test_weights_have_one_scale_in_all_pictures_and_none_is_grey():
     _, (left, right) = plots.figure(2)
     for axes, most in ((left, 0.01), (right, 1.0)):
         figures.state_read(axes, torch.tensor([[0.0, most, most / 2, 1e-9]]), torch.arange(2, -1, -1), [5], "layer")
-    shown = [axes.images[0] for axes in (left, right)]
-    assert [(one.norm.vmin, one.norm.vmax) for one in shown] == [(1e-3, 1)] * 2
-    for one in shown:
-        assert one.get_array().mask.tolist() == [[True, False, False, False]], "nothing there, and too little to tell"
+    images = [axes.images[0] for axes in (left, right)]
+    assert [(image.norm.vmin, image.norm.vmax) for image in images] == [(1e-3, 1)] * 2
+    for image in images:
+        assert image.get_array().mask.tolist() == [[True, False, False, False]], "nothing there, and too little to tell"
 
 
 def test_a_long_sequence_keeps_all_that_was_selected():

@@ -23,32 +23,33 @@ def samples(count: int, features: int, hidden: bool) -> tuple[torch.Tensor, torc
 
 
 @pytest.mark.parametrize("features", [10, 600])
-def test_a_probe_finds_what_is_hidden_and_only_that(features: int):
-    found = probes.probe(*samples(400, features, hidden=True))
-    assert found.accuracy > 0.95 and (found.fitted, found.tested, found.features) == (300, 100, features)
-    nothing = probes.probe(*samples(400, features, hidden=False))
-    for lucky in (nothing.accuracy, found.shuffled, nothing.shuffled, found.chance):
-        assert lucky < 0.4, "chance is 0.2: with more features than samples, what was fitted is no evidence"
+def test_a_probe_reads_labels_only_from_features_that_have_them(features: int):
+    with_labels = probes.probe(*samples(400, features, hidden=True))
+    assert with_labels.accuracy > 0.95
+    assert (with_labels.fitted, with_labels.tested, with_labels.features) == (300, 100, features)
+    without = probes.probe(*samples(400, features, hidden=False))
+    for lucky in (without.accuracy, with_labels.shuffled, without.shuffled, with_labels.chance):
+        assert lucky < 0.4, "chance is 0.2: with more features than samples, the fitted samples are no evidence"
 
 
-def test_of_labels_that_are_not_equally_common_a_probe_that_finds_nothing_says_the_commonest():
+def test_a_probe_without_information_answers_with_the_commonest_label():
     feature_NF, _ = samples(400, 10, hidden=False)
-    found = probes.probe(feature_NF, (torch.arange(400) % 10 - 6).clamp(min=0))
-    assert found.chance == pytest.approx(0.7) and found.accuracy > 0.65 and found.shuffled > 0.65
+    result = probes.probe(feature_NF, (torch.arange(400) % 10 - 6).clamp(min=0))
+    assert result.chance == pytest.approx(0.7) and result.accuracy > 0.65 and result.shuffled > 0.65
 
 
 def test_all_rows_of_a_sequence_are_fitted_or_all_are_tested():
-    found = probes.by_distance(build("gsm"), random_tokens(10, 8), [5, 6, 7], [0])["z"][0]
-    assert (found.fitted, found.tested) == (8 * 3, 2 * 3)
+    result = probes.by_distance(build("gsm"), random_tokens(10, 8), [5, 6, 7], [0])["z"][0]
+    assert (result.fitted, result.tested) == (8 * 3, 2 * 3)
 
 
 def test_a_map_is_the_same_whether_solved_for_features_or_for_samples():
     feature_NF, target_NY = torch.randn(12, 12, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
-    one = probes.ridge_map(feature_NF, target_NY, 0.3)
-    other = probes.ridge_map(torch.nn.functional.pad(feature_NF, (0, 1)), target_NY, 0.3)[:-1]
-    assert_same(one, other, "the map of 12 features, and of 13 of which one is empty")
-    error_NY = feature_NF @ one - (target_NY - target_NY.mean(0))
-    assert_same(feature_NF.T @ error_NY + 0.3 * one, torch.zeros_like(one), "the gradient of what it minimises")
+    map_FY = probes.ridge_map(feature_NF, target_NY, 0.3)
+    padded_FY = probes.ridge_map(torch.nn.functional.pad(feature_NF, (0, 1)), target_NY, 0.3)[:-1]
+    assert_same(map_FY, padded_FY, "the map of 12 features, and of 13 features with an empty one")
+    error_NY = feature_NF @ map_FY - (target_NY - target_NY.mean(0))
+    assert_same(feature_NF.T @ error_NY + 0.3 * map_FY, torch.zeros_like(map_FY), "the gradient at the minimum")
 
 
 @pytest.mark.parametrize("case", ["gsm-writer=additive", "gsm-writer=multi_slot", "gsm-writer=delta", "delta_net"])
@@ -61,20 +62,22 @@ def test_states_do_not_depend_on_how_the_text_was_cut(case: str):
         assert torch.equal(whole["state"][..., -whole["entry"].shape[-1] :], whole["entry"]), "the newest comes last"
         empty = (model.writer.positions - 5) * model.writer.slots * GEOMETRY.entry_dim
         at_4 = cut["state"][:, 0] != 0
-        assert not at_4[:, : max(0, empty)].any() and at_4[:, max(0, empty) :].all(), "five positions, or all it has"
+        assert not at_4[:, : max(0, empty)].any() and at_4[:, max(0, empty) :].all(), (
+            "five positions, or all that the state has"
+        )
     else:
         assert set(whole) == {"state"}
 
 
-def test_a_state_holds_its_own_token_and_no_token_from_beyond_all_that_carries():
+def test_a_state_holds_its_own_token_and_no_token_beyond_its_reach():
     windows = {"geometry": SHALLOW, "retriever": variant("retriever", "window_only")}
     model = build("gsm-encoder_reading=window_only", **windows)
     token_BT = torch.randint(4, (80, 40), generator=torch.Generator().manual_seed(1))
-    found = probes.by_distance(model, token_BT, range(34, 40), [0, 1, 30])
-    assert found["z"][0].accuracy > 0.95 and found["entry"][0].accuracy > 0.8
-    assert found["state"][1].accuracy > 0.8
-    for one in (by_distance[30] for by_distance in found.values()):
-        assert one.accuracy < 0.45, "3 windows of 4 and a state of 7 end before 30; chance is 0.25"
+    results = probes.by_distance(model, token_BT, range(34, 40), [0, 1, 30])
+    assert results["z"][0].accuracy > 0.95 and results["entry"][0].accuracy > 0.8
+    assert results["state"][1].accuracy > 0.8
+    for by_distance in results.values():
+        assert by_distance[30].accuracy < 0.45, "3 windows of 4 and a state of 7 end before 30; chance is 0.25"
     with pytest.raises(ValueError, match="distance=35 is not allowed"):
         probes.by_distance(model, token_BT, [34], [35])
 

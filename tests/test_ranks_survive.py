@@ -48,14 +48,14 @@ WAYS = {  # the same steps, of 8 sequences
 }
 
 
-def given(home: Path, name: str, way: str, *more: str) -> list[str]:
+def overrides(home: Path, name: str, way: str, *more: str) -> list[str]:
     places = [f"data.path={home / 'text'}", f"data.cache_dir={home / 'cache'}", f"logs={home / 'logs'}"]
     words = [word for word in TINY if not word.startswith(("trainer=", "data.batch", "global_batch", "callbacks."))]
     return [*words, *WAYS[way][1].split(), *FEW.split(), *places, f"name={name}", BY_MODEL, *more]
 
 
 def in_float64(config: dict[str, Any], log: Path, death: Callable[[], None]) -> None:
-    """On one rank: a run, so that two sums in another order are the same to many digits."""
+    """Run on one rank in float64, so that sums in another order agree to many digits."""
     torch.set_default_dtype(torch.float64)
     run_here(config, log.with_suffix(f".{os.environ['RANK']}"), death)
 
@@ -63,38 +63,39 @@ def in_float64(config: dict[str, Any], log: Path, death: Callable[[], None]) -> 
 def run(
     processes: Any, home: Path, name: str, way: str, death: Callable[[], None] = no_death, *more: str
 ) -> tuple[list[int], str]:
-    """Exit codes, and what the leading rank has printed."""
+    """Return the exit codes, and the output of the leading rank."""
     log = home / f"{name}-{way}.log"
     log.with_suffix(".0").write_text("")
-    config = composed(tuple(given(home, name, way, *more)))
+    config = composed(tuple(overrides(home, name, way, *more)))
     codes = ranks.together(processes, WAYS[way][0], in_float64, config, log, death)
     return codes, log.with_suffix(".0").read_text()
 
 
 @pytest.fixture(scope="session")
 def whole(home: Path, processes: Any) -> Path:
-    """A run of one process that nothing happened to."""
-    codes, said = run(processes, home, "whole", "alone")
-    assert codes == [0], said
+    """An uninterrupted run of one process."""
+    codes, output = run(processes, home, "whole", "alone")
+    assert codes == [0], output
     return home / "logs/whole/gsm/seed0"
 
 
-def on_rank(chosen: int, death: Callable[..., None], *given: Any) -> None:
-    if int(os.environ["RANK"]) == chosen:
-        death(*given)
+def on_rank(number: int, death: Callable[..., None], *arguments: Any) -> None:
+    if int(os.environ["RANK"]) == number:
+        death(*arguments)
 
 
-def assert_ends_alike(folder: Path, other: Path, others_near: float = 1e-3) -> None:
-    one, two = (read_checkpoint(path) for path in (folder, other))
-    assert one["global_step"] == two["global_step"] == 12
-    for name, value in two["state_dict"].items():
-        assert (one["state_dict"][name] - value).abs().max() < 1e-9, name
+def assert_same_end(folder: Path, other: Path, tolerance: float = 1e-3) -> None:
+    """Compare the checkpoints and curves of two runs; ``tolerance`` is relative, for metrics that are not exact."""
+    checkpoint, expected = (read_checkpoint(path) for path in (folder, other))
+    assert checkpoint["global_step"] == expected["global_step"] == 12
+    for name, value in expected["state_dict"].items():
+        assert (checkpoint["state_dict"][name] - value).abs().max() < 1e-9, name
     for first, second in zip(lines(folder), lines(other), strict=True):
         (*start, value), (*wanted, number) = first.split(","), second.split(",")
         assert start == wanted
-        # What else is noted of a step is a mean of each rank's means, and these count by targets, which it is not over:
-        # it differs little where a rank has whole sequences, and more where one has their middle and one their ends.
-        near = 1e-5 if first.split(",")[1].rpartition("/")[2] in EXACT else others_near
+        # Every other metric is a mean of the ranks' means, without the weights of their targets. It differs little if a
+        # rank has whole sequences, and more if one rank has the middle of a sequence and another rank has the ends.
+        near = 1e-5 if first.split(",")[1].rpartition("/")[2] in EXACT else tolerance
         assert number == "value" or float(value) == pytest.approx(float(number), rel=near), first
 
 
@@ -107,13 +108,15 @@ CHANGES = mostly_nightly(
 
 @pytest.mark.parametrize(("before", "after"), CHANGES)
 def test_a_run_goes_on_with_another_number_of_ranks(home: Path, processes: Any, whole: Path, before: str, after: str):
-    """Weights, place in the data, curves: as if it had been one process all the time. Any rank may get the signal."""
+    """Weights, place in the data and curves are those of one process. Any rank may get the signal."""
     name, rank = f"{before}-{after}", WAYS[before][0] - 1
-    codes, said = run(processes, home, name, before, partial(on_rank, rank, sent, signal.SIGTERM, "training_step", 13))
-    assert codes == [143] * WAYS[before][0] and "interrupted at step " in said, said
-    codes, said = run(processes, home, name, after)
-    assert codes == [0] * WAYS[after][0] and "Going on with the unfinished run" in said, said
-    assert_ends_alike(home / f"logs/{name}/gsm/seed0", whole, 0.05 if "context" in (before, after) else 1e-3)
+    codes, output = run(
+        processes, home, name, before, partial(on_rank, rank, sent, signal.SIGTERM, "training_step", 13)
+    )
+    assert codes == [143] * WAYS[before][0] and "interrupted at step " in output, output
+    codes, output = run(processes, home, name, after)
+    assert codes == [0] * WAYS[after][0] and "Going on with the unfinished run" in output, output
+    assert_same_end(home / f"logs/{name}/gsm/seed0", whole, 0.05 if "context" in (before, after) else 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -125,10 +128,10 @@ def test_a_run_goes_on_with_experts_divided_or_not(home: Path, processes: Any, b
     assert run(processes, home, f"moe-{after}", after, no_death, experts)[0] == [0] * WAYS[after][0]
     stop = partial(on_rank, 0, sent, signal.SIGTERM, "training_step", 13)
     assert run(processes, home, name, before, stop, experts)[0] == [143] * WAYS[before][0]
-    codes, said = run(processes, home, name, after, no_death, experts)
-    assert codes == [0] * WAYS[after][0] and "Going on with the unfinished run" in said, said
-    folders = [next((home / "logs" / one).glob("*/seed0")) for one in (name, f"moe-{after}")]
-    assert_ends_alike(folders[0], folders[1], 0.2)  # the busiest expert of a rank is not that of all
+    codes, output = run(processes, home, name, after, no_death, experts)
+    assert codes == [0] * WAYS[after][0] and "Going on with the unfinished run" in output, output
+    folders = [next((home / "logs" / run_name).glob("*/seed0")) for run_name in (name, f"moe-{after}")]
+    assert_same_end(folders[0], folders[1], 0.2)  # the busiest expert of a rank is not that of all
 
 
 @pytest.mark.parametrize("way", mostly_nightly(["ddp", "fsdp", "context"], "fsdp"))
@@ -138,24 +141,24 @@ def test_the_others_end_with_a_rank_that_is_killed_and_the_same_call_goes_on(
     name = f"killed-{way}"
     saved = partial(on_rank, 0, sent, signal.SIGTERM, "training_step", 7)
     assert run(processes, home, name, way, saved)[0] == [143, 143]
-    codes, said = run(processes, home, name, way, partial(on_rank, 1, sent, signal.SIGKILL, "training_step", 3))
-    assert codes == [1, -signal.SIGKILL], said
-    codes, said = run(processes, home, name, way)
-    assert codes == [0, 0], said
-    assert_ends_alike(home / f"logs/{name}/gsm/seed0", whole, 0.05 if way == "context" else 1e-3)
+    codes, output = run(processes, home, name, way, partial(on_rank, 1, sent, signal.SIGKILL, "training_step", 3))
+    assert codes == [1, -signal.SIGKILL], output
+    codes, output = run(processes, home, name, way)
+    assert codes == [0, 0], output
+    assert_same_end(home / f"logs/{name}/gsm/seed0", whole, 0.05 if way == "context" else 1e-3)
 
 
 def in_an_exchange(rank: int, number: int) -> None:
-    """That rank is killed when it is about to send something for the ``number``-th time, forward or backward."""
+    """Kill the rank before its ``number``-th exchange, forward or backward."""
     called, whole = count_calls(number), exchange.count_sent
 
-    def instead(*given: Any) -> None:
+    def count_and_die(*arguments: Any) -> None:
         if called():
             os.kill(os.getpid(), signal.SIGKILL)
-        whole(*given)
+        whole(*arguments)
 
     if int(os.environ["RANK"]) == rank:
-        exchange.count_sent = instead
+        exchange.count_sent = count_and_die
 
 
 @pytest.mark.parametrize(("rank", "number"), mostly_nightly([(0, 3), (1, 40), (0, 97)], (1, 40)))
@@ -167,15 +170,15 @@ def test_ranks_that_divide_sequences_end_when_one_is_killed_in_the_middle(
     saved = partial(on_rank, 0, sent, signal.SIGTERM, "training_step", 7)
     assert run(processes, home, name, "context", saved)[0] == [143, 143]
     begun = time.monotonic()
-    codes, said = run(processes, home, name, "context", partial(in_an_exchange, rank, number))
-    assert sorted(codes) == [-signal.SIGKILL, 1] and time.monotonic() - begun < 60, said
-    codes, said = run(processes, home, name, "context")
-    assert codes == [0, 0], said
-    assert_ends_alike(home / f"logs/{name}/gsm/seed0", whole, 0.05)
+    codes, output = run(processes, home, name, "context", partial(in_an_exchange, rank, number))
+    assert sorted(codes) == [-signal.SIGKILL, 1] and time.monotonic() - begun < 60, output
+    codes, output = run(processes, home, name, "context")
+    assert codes == [0, 0], output
+    assert_same_end(home / f"logs/{name}/gsm/seed0", whole, 0.05)
 
 
 def as_srun_does() -> None:
-    """Tells this rank of the others in the words of Slurm."""
+    """Give this rank the environment that srun sets."""
     rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
         del os.environ[name]
@@ -184,13 +187,13 @@ def as_srun_does() -> None:
 
 
 def in_the_middle_of_a_move(first: Callable[[], None]) -> None:
-    """The leading rank takes its time to move an earlier run; what the other one sees of it, it sees half moved."""
+    """Slow the leading rank down in the move of an earlier run, so that the other rank sees half of the move."""
     leads = os.environ["RANK"] == "0"
     first()
 
-    def move(*given: Any, whole: Callable[..., Any] = run_folder.make_room) -> Any:
+    def move(*arguments: Any, whole: Callable[..., Any] = run_folder.make_room) -> Any:
         time.sleep(3)
-        return whole(*given)
+        return whole(*arguments)
 
     def status(path: Path, whole: Callable[..., Any] = run_folder._status) -> Any:
         end = time.monotonic() + 10
@@ -208,17 +211,17 @@ def in_the_middle_of_a_move(first: Callable[[], None]) -> None:
 def test_one_rank_looks_at_an_earlier_run_and_moves_it_once(
     home: Path, processes: Any, way: str, first: Callable[[], None]
 ):
-    """The others looked too: one that had read its checkpoint before it was moved wanted to go on from there."""
+    """Once all ranks looked: a rank that read the checkpoint before the move then tried to go on from it."""
     name = f"aside-{way}"
     assert run(processes, home, name, "ddp", no_death, "trainer.max_steps=2")[0] == [0, 0]
-    codes, said = run(processes, home, name, way, partial(in_the_middle_of_a_move, first), "trainer.max_steps=3")
-    assert codes == [0, 0] and said.count("An earlier run in this folder was moved to") == 1, said
+    codes, output = run(processes, home, name, way, partial(in_the_middle_of_a_move, first), "trainer.max_steps=3")
+    assert codes == [0, 0] and output.count("An earlier run in this folder was moved to") == 1, output
     assert [path.name for path in (home / f"logs/.replaced/{name}/gsm").iterdir()] == ["seed0-1"]
     assert read_checkpoint(home / f"logs/{name}/gsm/seed0")["global_step"] == 3
 
 
 def no_move() -> None:
-    """The leading rank cannot move an earlier run."""
+    """Make the move of an earlier run fail on the leading rank."""
 
     def refuse(_: Any) -> Any:
         raise OSError(errno.EACCES, os.strerror(errno.EACCES), "moved")
@@ -227,25 +230,25 @@ def no_move() -> None:
 
 
 def test_an_earlier_run_that_cannot_be_moved_ends_all(home: Path, processes: Any):
-    """The others went on to train, and waited for the leading rank."""
+    """Once the other ranks trained on, and waited for the leading rank."""
     assert run(processes, home, "stays", "ddp", no_death, "trainer.max_steps=2")[0] == [0, 0]
-    codes, said = run(processes, home, "stays", "ddp", partial(on_rank, 0, no_move), "trainer.max_steps=3")
+    codes, output = run(processes, home, "stays", "ddp", partial(on_rank, 0, no_move), "trainer.max_steps=3")
     other = (home / "stays-ddp.1").read_text()
     assert codes == [1, 1]
-    for words in (said, other):
+    for words in (output, other):
         assert f"error: moved cannot be written: {os.strerror(errno.EACCES)}" in words
 
 
-def test_what_the_leading_rank_refuses_ends_all(home: Path, processes: Any, whole: Path):
-    """They would wait for it."""
-    codes, said = run(
+def test_a_refusal_of_the_leading_rank_ends_all_ranks(home: Path, processes: Any, whole: Path):
+    """The other ranks would wait for it."""
+    codes, output = run(
         processes, home, "refused", "ddp", no_death, f"start_from={whole}", "start_fresh=false", "global_batch=12"
     )
-    assert codes == [1, 1] and "cannot go on with this configuration: it differs in sequences a step" in said, said
+    assert codes == [1, 1] and "cannot go on with this configuration: it differs in sequences a step" in output, output
 
 
 def no_room() -> None:
-    """From some save on, the disk of the leading rank is full."""
+    """Make the disk of the leading rank full from its second save on."""
 
     def full(path: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -261,19 +264,19 @@ def no_room() -> None:
 
 @pytest.mark.parametrize("way", mostly_nightly(["ddp", "fsdp"], "fsdp"))
 def test_a_disk_that_is_full_for_the_rank_that_writes_ends_all_with_its_words(home: Path, processes: Any, way: str):
-    """The others waited for a rank that was gone, and said that it was."""
+    """Once the other ranks waited for a rank that was gone, and printed that it was."""
     name = f"full-{way}"
     often = ("callbacks.latest.minutes=1e-9", "callbacks.latest.share=1e9")
-    codes, said = run(processes, home, name, way, partial(on_rank, 0, no_room), *often)
+    codes, output = run(processes, home, name, way, partial(on_rank, 0, no_room), *often)
     other = (home / f"{name}-{way}.1").read_text()
-    assert codes == [1, 1] and "Traceback" not in said + other, said + other
-    for words in (said, other):
+    assert codes == [1, 1] and "Traceback" not in output + other, output + other
+    for words in (output, other):
         assert re.search(r"error: \S*last.ckpt cannot be written: No space left on device; free some space", words)
     assert read_checkpoint(home / f"logs/{name}/gsm/seed0")["global_step"] == 3
 
 
 def typed(home: Path, name: str, way: str, *starter: str, more: tuple[str, ...] = ()) -> tuple[str, Path]:
-    words = given(home, name, way, "callbacks.progress.every=6", *more)
+    words = overrides(home, name, way, "callbacks.progress.every=6", *more)
     command = [sys.executable, *starter, str(ROOT / "train.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -281,10 +284,10 @@ def typed(home: Path, name: str, way: str, *starter: str, more: tuple[str, ...] 
 
 
 @pytest.mark.timeout(600)
-def test_torchrun_starts_ranks_of_which_one_speaks_and_what_they_leave_is_read_as_it_is(home: Path, tmp_path: Path):
-    said, folder = typed(home, "torchrun", "fsdp", "-m", "torch.distributed.run", "--nproc-per-node=2")
-    assert said.count("model    gsm") == said.count("step 12/12") == said.count("Next:") == 1
-    assert "device   2 x " in said
+def test_with_torchrun_one_rank_prints_and_the_checkpoint_of_all_ranks_loads(home: Path, tmp_path: Path):
+    output, folder = typed(home, "torchrun", "fsdp", "-m", "torch.distributed.run", "--nproc-per-node=2")
+    assert output.count("model    gsm") == output.count("step 12/12") == output.count("Next:") == 1
+    assert "device   2 x " in output
     one = load_model(consolidate(str(folder), str(tmp_path / "one.ckpt"))).state_dict()
     assert all(torch.equal(value, one[name]) for name, value in load_model(folder).state_dict().items())
     assert {path.name.partition("-")[0] for path in (folder / "checkpoints/shards").iterdir()} == {"00000012"}
@@ -292,19 +295,19 @@ def test_torchrun_starts_ranks_of_which_one_speaks_and_what_they_leave_is_read_a
 
 @pytest.mark.timeout(600)
 def test_lightning_starts_ranks_by_itself(home: Path):
-    said, folder = typed(home, "lightning", "lightning")
-    assert said.count("model    gsm") == said.count("step 12/12") == 1
+    output, folder = typed(home, "lightning", "lightning")
+    assert output.count("model    gsm") == output.count("step 12/12") == 1
     assert read_checkpoint(folder)[STATE]["world"] == 2
-    said, folder = typed(home, "lightning", "lightning", more=("trainer.max_steps=3",))
-    assert said.count("An earlier run in this folder was moved to") == 1
+    output, folder = typed(home, "lightning", "lightning", more=("trainer.max_steps=3",))
+    assert output.count("An earlier run in this folder was moved to") == 1
     assert len(list((home / "logs/.replaced/lightning/gsm").iterdir())) == 1
     assert read_checkpoint(folder)["global_step"] == 3
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
-def test_a_rank_that_lightning_has_just_started_leaves_with_the_one_that_started_it(home: Path, tmp_path: Path):
-    """It had not met the others yet, and went on looking for them for half an hour."""
-    command = [sys.executable, str(ROOT / "train.py"), *given(home, "orphan", "lightning")]
+def test_a_rank_that_lightning_has_just_started_ends_with_its_leader(home: Path, tmp_path: Path):
+    """Once such a rank, which had not met the others, looked for them for half an hour."""
+    command = [sys.executable, str(ROOT / "train.py"), *overrides(home, "orphan", "lightning")]
     with (tmp_path / "log").open("w") as log:
         leader = subprocess.Popen(command, stdout=log, stderr=log)
     until(lambda: bool(started_by(leader.pid)))
@@ -315,5 +318,5 @@ def test_a_rank_that_lightning_has_just_started_leaves_with_the_one_that_started
 
 
 def started_by(leader: int) -> list[int]:
-    """The other ranks, of which each is train.py once more."""
+    """Return the process ids of the other ranks; each runs train.py again."""
     return [child for child in below(leader) if "train.py" in called(child)]

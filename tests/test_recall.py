@@ -28,22 +28,22 @@ def sequences(task: Task, length: int, count: int = 50, whole: int | None = None
 
 
 def places(token_T: np.ndarray, task) -> dict[int, list[int]]:
-    """Where each key stands."""
-    found: dict[int, list[int]] = {}
+    """Return the places of each key."""
+    by_key: dict[int, list[int]] = {}
     for place, token in enumerate(token_T):
         if token < task.keys:
-            found.setdefault(int(token), []).append(place)
-    return found
+            by_key.setdefault(int(token), []).append(place)
+    return by_key
 
 
 @TASKS
-def test_every_key_is_told_once_and_asked_once_and_the_target_is_its_value(task):
+def test_every_key_has_one_needle_and_one_question_and_the_target_is_its_value(task):
     for token_T, target_T in sequences(task, 64):
-        asked = np.flatnonzero(target_T != -100)
-        assert len(asked) == task.pairs
-        for key, (told, question) in places(token_T, task).items():
-            assert question in asked, f"key {key}"
-            assert token_T[told + 1] == token_T[question + 1] == target_T[question]
+        rows = np.flatnonzero(target_T != -100)
+        assert len(rows) == task.pairs
+        for key, (needle, question) in places(token_T, task).items():
+            assert question in rows, f"key {key}"
+            assert token_T[needle + 1] == token_T[question + 1] == target_T[question]
             assert task.keys <= target_T[question] < task.keys + task.values
 
 
@@ -58,100 +58,106 @@ def test_only_pairs_and_filler_stand_in_a_sequence(task):
 def test_the_gap_lies_between_every_needle_and_every_question(task):
     for token_T, target_T in sequences(task, 64):
         first_question = np.flatnonzero(target_T != -100)[0]
-        last_value = max(told + 1 for told, _ in places(task.meaning(token_T), task).values())
+        last_value = max(needle + 1 for needle, _ in places(task.meaning(token_T), task).values())
         assert first_question - last_value > task.gap
 
 
-def named(task: Paraphrase, count: int = 200) -> list[list[tuple[int, int]]]:
-    """Of each sequence, the names that keys are told by and asked for by."""
-    found = []
+def name_pairs(task: Paraphrase, count: int = 200) -> list[list[tuple[int, int]]]:
+    """Return for each sequence the names of each key in its needle and in its question."""
+    by_sequence = []
     for token_T, target_T in sequences(task, 64, count):
-        asked = np.flatnonzero(target_T != -100)
-        assert len(asked) == task.pairs
-        meant_T = token_T if task.literal == 1 else task.meaning(token_T)
-        pairs = places(meant_T, task).values()
-        for told, question in pairs:
-            assert question in asked and token_T[told + 1] == token_T[question + 1] == target_T[question]
-        found.append([(int(token_T[told]), int(token_T[question])) for told, question in pairs])
-    return found
+        rows = np.flatnonzero(target_T != -100)
+        assert len(rows) == task.pairs
+        meaning_T = token_T if task.literal == 1 else task.meaning(token_T)
+        pairs = places(meaning_T, task).values()
+        for needle, question in pairs:
+            assert question in rows and token_T[needle + 1] == token_T[question + 1] == target_T[question]
+        by_sequence.append([(int(token_T[needle]), int(token_T[question])) for needle, question in pairs])
+    return by_sequence
 
 
-def once(task: Paraphrase) -> set[tuple[int, int]]:
-    return {pair for pairs in named(task) for pair in pairs}
+def different_pairs(task: Paraphrase) -> set[tuple[int, int]]:
+    """Return the name pairs of all sequences, each once."""
+    return {pair for pairs in name_pairs(task) for pair in pairs}
 
 
 def test_a_paraphrased_question_has_another_name_of_the_key_whose_value_is_wanted():
-    pairs = once(PARAPHRASE)
-    assert all(told != asked for told, asked in pairs)
-    assert {told for told, _ in pairs} == {asked for _, asked in pairs} == set(range(12)), "all are told, and asked for"
+    pairs = different_pairs(PARAPHRASE)
+    assert all(needle != question for needle, question in pairs)
+    needle_names, question_names = ({pair[side] for pair in pairs} for side in (0, 1))
+    assert needle_names == question_names == set(range(12)), "every name is in needles and in questions"
     key_N = PARAPHRASE.meaning(np.arange(12))
-    assert all(key_N[told] == key_N[asked] for told, asked in pairs) and np.bincount(key_N).tolist() == [3] * 4
+    assert all(key_N[needle] == key_N[question] for needle, question in pairs)
+    assert np.bincount(key_N).tolist() == [3] * 4
 
 
-def test_which_names_mean_the_same_hangs_on_the_table_alone_and_values_and_filler_mean_themselves():
-    meant_T = PARAPHRASE.meaning(np.arange(26))
-    assert sorted(meant_T[:12]) == sorted([*range(4)] * 3) and (meant_T[12:] == np.arange(12, 26)).all()
-    assert (replace(PARAPHRASE, gap=3, literal=0.5, left_out=True).meaning(np.arange(26)) == meant_T).all()
+def test_the_table_alone_decides_which_names_mean_the_same_and_values_and_filler_mean_themselves():
+    meaning_T = PARAPHRASE.meaning(np.arange(26))
+    assert sorted(meaning_T[:12]) == sorted([*range(4)] * 3) and (meaning_T[12:] == np.arange(12, 26)).all()
+    assert (replace(PARAPHRASE, gap=3, literal=0.5, left_out=True).meaning(np.arange(26)) == meaning_T).all()
     other_T = replace(PARAPHRASE, table=1).meaning(np.arange(26))
-    same, others = (one[:12, None] == one[None, :12] for one in (meant_T, other_T))
-    assert (same != others).any()
+    same, same_in_other = (key_T[:12, None] == key_T[None, :12] for key_T in (meaning_T, other_T))
+    assert (same != same_in_other).any()
 
 
-def test_one_pair_of_names_of_every_key_is_left_out_of_training_either_way_round_and_measured_apart():
-    trained, apart = once(PARAPHRASE), once(replace(PARAPHRASE, left_out=True))
-    assert len(apart) == 4 * 2 and len(trained) == 4 * (3 * 2 - 2) and not trained & apart
-    assert {pair[::-1] for pair in apart} == apart
-    names = {name for pair in apart for name in pair}
-    assert names <= {told for told, _ in trained} and names <= {asked for _, asked in trained}, "each was trained"
-    assert once(PARAPHRASE.apart()["left_out"]) == apart and once(PARAPHRASE.apart()["paraphrased"]) == trained
+def test_training_leaves_out_one_pair_of_names_of_every_key_in_both_orders_and_it_is_measured_apart():
+    trained, left_out = different_pairs(PARAPHRASE), different_pairs(replace(PARAPHRASE, left_out=True))
+    assert len(left_out) == 4 * 2 and len(trained) == 4 * (3 * 2 - 2) and not trained & left_out
+    assert {pair[::-1] for pair in left_out} == left_out
+    names = {name for pair in left_out for name in pair}
+    needle_names, question_names = ({pair[side] for pair in trained} for side in (0, 1))
+    assert names <= needle_names and names <= question_names, "each was trained"
+    kinds = PARAPHRASE.apart()
+    assert different_pairs(kinds["left_out"]) == left_out and different_pairs(kinds["paraphrased"]) == trained
 
 
 @pytest.mark.parametrize("literal", [0.0, 0.5, 1.0])
-def test_a_name_meets_none_in_training_of_those_that_it_is_asked_beside_when_its_pair_was_left_out(literal: float):
-    """Once it met all but the one that it goes with, and a model that was trained on literal questions went by that."""
+def test_no_training_sequence_has_two_names_that_a_left_out_sequence_asks_for_together(literal: float):
+    """Once a name met all names but its partner, and a model that was trained on literal questions used that."""
     met: set[frozenset[int]] = set()
     for token_T, _ in sequences(replace(PARAPHRASE, literal=literal), 64, 300):
         names = set(token_T[token_T < 12].tolist())
-        met |= {frozenset((one, other)) for one in names for other in names}
-    for pairs in named(replace(PARAPHRASE, left_out=True)):
-        told, asked = zip(*pairs, strict=True)
-        assert not any(frozenset((one, other)) in met for one in told for other in asked)
+        met |= {frozenset((first, second)) for first in names for second in names}
+    for pairs in name_pairs(replace(PARAPHRASE, left_out=True)):
+        needle_names, question_names = zip(*pairs, strict=True)
+        assert not any(frozenset((first, second)) in met for first in needle_names for second in question_names)
 
 
-def test_of_literal_questions_nothing_tells_which_names_mean_the_same():
-    """Several names of a key stand in one sequence as often as those of several keys do."""
+def test_literal_questions_do_not_show_which_names_mean_the_same():
+    """Several names of one key are in one sequence as often as names of several keys."""
     literal, key_N = replace(PARAPHRASE, literal=1.0), PARAPHRASE.meaning(np.arange(12))
-    met = [frozenset((one, other)) for pairs in named(literal, 600) for one, _ in pairs for other, _ in pairs]
-    count = {pair: met.count(pair) for pair in {*met} if len(pair) == 2}
-    same = [seen for pair, seen in count.items() if len({key_N[name] for name in pair}) == 1]
-    assert all(told == asked for pairs in named(literal) for told, asked in pairs)
-    assert len(same) == 4 * 2 and 0.8 < np.mean(same) / np.mean([*count.values()]) < 1.25
+    sequences_of_pairs = name_pairs(literal, 600)
+    met = [frozenset((first, second)) for pairs in sequences_of_pairs for first, _ in pairs for second, _ in pairs]
+    counts = {pair: met.count(pair) for pair in {*met} if len(pair) == 2}
+    same = [count for pair, count in counts.items() if len({key_N[name] for name in pair}) == 1]
+    assert all(needle == question for pairs in name_pairs(literal) for needle, question in pairs)
+    assert len(same) == 4 * 2 and 0.8 < np.mean(same) / np.mean([*counts.values()]) < 1.25
 
 
-def test_a_share_of_sequences_is_literal_and_of_two_names_nothing_is_left_out():
+def test_a_share_of_sequences_is_literal_and_with_two_names_no_pair_is_left_out():
     mixed = list(sequences(replace(PARAPHRASE, literal=0.25), 64, 400))
     literal = [len({*token_T[token_T < 12].tolist()}) == 4 for token_T, _ in mixed]
-    assert 0.18 < np.mean(literal) < 0.32, "as many names as needles"
+    assert 0.18 < np.mean(literal) < 0.32, "four needles have four names"
     two = replace(PARAPHRASE, names=2)
-    assert list(two.apart()) == ["paraphrased", "literal"] and len(once(two)) == 12
+    assert list(two.apart()) == ["paraphrased", "literal"] and len(different_pairs(two)) == 12
 
 
 @pytest.mark.parametrize("literal", [0.0, 0.5, 1.0])
 def test_a_question_has_the_place_of_its_paraphrased_needle(literal: float):
     """Once the search used the token of the question, which occurs nowhere else."""
-    questions = ask(replace(PARAPHRASE, literal=literal), 64, 20)
-    value_N = questions.token_BT[questions.sequence_N, questions.needle_N + 1]
-    assert (value_N == questions.target_BT[questions.sequence_N, questions.row_N]).all()
-    assert (questions.needle_N < questions.key_N).all()
+    held_out = ask(replace(PARAPHRASE, literal=literal), 64, 20)
+    value_N = held_out.token_BT[held_out.sequence_N, held_out.needle_N + 1]
+    assert (value_N == held_out.target_BT[held_out.sequence_N, held_out.row_N]).all()
+    assert (held_out.needle_N < held_out.key_N).all()
 
 
 def test_needles_stand_at_even_and_odd_places_and_questions_come_in_another_order():
     parities, orders = set(), set()
     for token_T, _ in sequences(NEEDLE, 64):
-        told = {key: at for key, (at, _) in places(token_T, NEEDLE).items()}
-        asked = {key: at for key, (_, at) in places(token_T, NEEDLE).items()}
-        parities |= {at % 2 for at in told.values()}
-        orders.add(sorted(told, key=told.__getitem__) == sorted(asked, key=asked.__getitem__))
+        needles = {key: place for key, (place, _) in places(token_T, NEEDLE).items()}
+        rows = {key: place for key, (_, place) in places(token_T, NEEDLE).items()}
+        parities |= {place % 2 for place in needles.values()}
+        orders.add(sorted(needles, key=needles.__getitem__) == sorted(rows, key=rows.__getitem__))
     assert parities == {0, 1} and False in orders
 
 
@@ -159,9 +165,9 @@ def test_needles_stand_at_even_and_odd_places_and_questions_come_in_another_orde
 def test_pairs_of_a_sequence_share_their_parity_and_shifted_ones_have_either(task, parities):
     seen = set()
     for token_T, _ in sequences(task, 64):
-        told = {at % 2 for at, _ in places(token_T, task).values()}
-        assert len(told) == 1
-        seen |= told
+        in_sequence = {place % 2 for place, _ in places(token_T, task).values()}
+        assert len(in_sequence) == 1
+        seen |= in_sequence
     assert seen == parities
 
 
@@ -175,12 +181,13 @@ def test_a_sequence_without_room_is_not_shifted():
 def test_a_short_sequence_keeps_half_of_itself_as_gap_as_long_as_that_leaves_room():
     for length in (16, 24, 32, 39, 48, 64):
         for token_T, target_T in sequences(NEEDLE, length, whole=64):
-            told = [at for at, _ in places(token_T, NEEDLE).values()]
+            needles = [place for place, _ in places(token_T, NEEDLE).values()]
             assert len(token_T) == length and np.sum(target_T != -100) == 4
             gap = min(NEEDLE.gap, length // 2)
-            packed = max(told) == 2 * NEEDLE.pairs - 2  # one behind the other, from the beginning
-            assert packed or min(length - 2 * NEEDLE.pairs - at - 2 for at in told) >= gap, (length, sorted(told))
-            assert not packed or length <= 32, "with so much room they spread"
+            packed = max(needles) == 2 * NEEDLE.pairs - 2  # adjacent, from the beginning
+            rooms = [length - 2 * NEEDLE.pairs - place - 2 for place in needles]
+            assert packed or min(rooms) >= gap, (length, sorted(needles))
+            assert not packed or length <= 32, "needles spread in a longer sequence"
     with pytest.raises(ValueError, match="cannot hold 4 needles"):
         NEEDLE.draw(np.random.default_rng(0), 15)
 
@@ -193,8 +200,8 @@ def test_the_whole_gap_is_kept_at_the_length_that_just_holds_it(task):
         least += 1 + task.shifted
     task.check(least)
     for token_T, _ in sequences(task, least, whole=least):
-        told, asked = zip(*places(token_T, task).values(), strict=True)
-        assert min(asked) - max(told) - 2 >= task.gap
+        needles, rows = zip(*places(token_T, task).values(), strict=True)
+        assert min(rows) - max(needles) - 2 >= task.gap
     with pytest.raises(ValueError, match=f"context={least - 1} is not allowed .* a gap of 41 .* Use {least} or more"):
         task.check(least - 1)
 
@@ -209,7 +216,7 @@ def data(**options) -> SyntheticData:
 
 
 def trained(made: SyntheticData, done: int = 0, steps: int = 10, accumulated: int = 1, rank: int = 0, world: int = 1):
-    """The data as a trainer sees it that has finished so many batches."""
+    """Return the batches of a trainer that has finished ``done`` batches."""
     made.trainer = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
         max_steps=steps,
         accumulate_grad_batches=accumulated,
@@ -261,36 +268,36 @@ def test_a_blank_sequence_asks_nothing():
 def test_the_fingerprint_tells_whatever_changes_the_sequences():
     made = [data(), data(shortest=24), data(shortest=24, grow_until=0.4)]
     made += [SyntheticData(task=task, vocabulary=26, context=72, batch_size=3) for task in (NEEDLE, RECALL)]
-    found = [one.fingerprint() for one in made]
-    assert data().fingerprint() == found[0] and len({tuple(one.items()) for one in found}) == len(made)
-    assert all(type(value) in (str, int) for one in found for value in one.values())
+    prints = [module.fingerprint() for module in made]
+    assert data().fingerprint() == prints[0] and len({tuple(facts.items()) for facts in prints}) == len(made)
+    assert all(type(value) in (str, int) for facts in prints for value in facts.values())
 
 
 class Answers(torch.nn.Module):
-    """In place of a model: answers questions by some pairs of names, as it is told, and no others."""
+    """A model that answers questions with the given pairs of names, and no others."""
 
-    def __init__(self, task: Paraphrase, known: set[tuple[int, int]]) -> None:
+    def __init__(self, task: Paraphrase, pairs: set[tuple[int, int]]) -> None:
         super().__init__()
-        self.task, self.known, self.embedding = task, known, torch.nn.Embedding(1, 1)
+        self.task, self.pairs, self.embedding = task, pairs, torch.nn.Embedding(1, 1)
         self.evaluating = torch.no_grad
 
     def forward(self, token_BT: torch.Tensor) -> SimpleNamespace:
         logits_BTV = torch.zeros(*token_BT.shape, self.task.vocabulary)
         for token_T, logits_TV in zip(token_BT.numpy(), logits_BTV, strict=True):
             for question in np.flatnonzero(token_T < self.task.keys):
-                for told in np.flatnonzero(token_T[:question] < self.task.keys):
-                    if (int(token_T[told]), int(token_T[question])) in self.known:
-                        logits_TV[question, token_T[told + 1]] = 1
+                for needle in np.flatnonzero(token_T[:question] < self.task.keys):
+                    if (int(token_T[needle]), int(token_T[question])) in self.pairs:
+                        logits_TV[question, token_T[needle + 1]] = 1
         return SimpleNamespace(logits=logits_BTV)
 
 
 def test_each_kind_of_question_is_measured_by_itself():
     literal = {(name, name) for name in range(12)}
     kinds = PARAPHRASE.apart()
-    half = {pair for pair in once(kinds["left_out"]) if pair[0] < pair[1]}
-    found = questions.measure(Answers(PARAPHRASE, literal | half), kinds, 64, 40, HELD_OUT)  # pyright: ignore
-    assert found["paraphrased"] == 0 and found["literal"] == 1 and 0.3 < found["left_out"] < 0.7
-    assert questions.table(found)[-1].split() == ["literal", "100.0"]
+    half = {pair for pair in different_pairs(kinds["left_out"]) if pair[0] < pair[1]}
+    shares = questions.measure(Answers(PARAPHRASE, literal | half), kinds, 64, 40, HELD_OUT)  # pyright: ignore
+    assert shares["paraphrased"] == 0 and shares["literal"] == 1 and 0.3 < shares["left_out"] < 0.7
+    assert questions.table(shares)[-1].split() == ["literal", "100.0"]
 
 
 @pytest.mark.parametrize("task", ["needle", "recall", "paraphrase"])

@@ -59,12 +59,12 @@ def config(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def leave(folder: Path, status: str = "interrupted", name: str = "last", **saved: Any) -> Path:
-    """What a run leaves that was ended at step 7."""
+    """Write the folder of a run that ended at step 7, and return its checkpoint."""
     path = folder / f"checkpoints/{name}.ckpt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = {"state_dict": {}, "global_step": 7, "fingerprint": TEXT}
-    known |= {"format": FORMAT, STATE: {"world": 1}}
-    torch.save({**known, "hyper_parameters": {"config": config(folder)}, **saved}, path)
+    content = {"state_dict": {}, "global_step": 7, "fingerprint": TEXT}
+    content |= {"format": FORMAT, STATE: {"world": 1}}
+    torch.save({**content, "hyper_parameters": {"config": config(folder)}, **saved}, path)
     (folder / "summary.json").write_text(json.dumps({"status": status}))
     return path
 
@@ -74,9 +74,9 @@ def branch(folder: Path, path: Path, **changes: Any) -> dict[str, Any]:
     return config(folder, start_from=str(path), start_fresh=False, **changes)
 
 
-def begin(config: dict[str, Any], **given: Any) -> Start:
-    """Return the start of a run whose values nothing refuses: an earlier run has made room."""
-    start = prepare(config, **given)
+def begin(config: dict[str, Any], **options: Any) -> Start:
+    """Return the start of a run that nothing refuses: an earlier run has moved."""
+    start = prepare(config, **options)
     if start.moves:
         make_room(config)
     return start
@@ -161,18 +161,18 @@ def test_a_finished_run_on_other_text_or_measured_otherwise_is_moved_aside(tmp_p
     assert "in trainer.limit_val_batches" in prepare(config(tmp_path / "run", trainer__limit_val_batches=1)).reason
 
 
-def test_what_was_moved_aside_in_part_is_moved_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Killed between two files, of which one says that the folder is a run's."""
+def test_an_interrupted_move_of_a_run_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The process is killed after the first file; one of the files marks the folder as a run's."""
     leave(tmp_path / "run/train", "finished")
     (tmp_path / "run/summary.json").write_text("{}")
     (tmp_path / "run/results").mkdir()
     moved, move = [], run_folder.shutil.move
 
-    def one(path: Path, target: Path) -> None:
+    def move_once(path: Path, target: Path) -> None:
         assert not moved, "killed"
         moved.append(move(path, target))
 
-    monkeypatch.setattr(run_folder.shutil, "move", one)
+    monkeypatch.setattr(run_folder.shutil, "move", move_once)
     with pytest.raises(AssertionError, match="killed"):
         begin(config(tmp_path / "run", resume="never"))
     monkeypatch.setattr(run_folder.shutil, "move", move)
@@ -181,7 +181,7 @@ def test_what_was_moved_aside_in_part_is_moved_on(tmp_path: Path, monkeypatch: p
 
 
 def test_a_damaged_summary_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """It was taken for missing, and training went on without a word."""
+    """Once it counted as missing, and training went on without a message."""
     last = leave(tmp_path / "run", "finished")
     (tmp_path / "run/summary.json").write_text('{"status": "fin')
     assert prepare(config(tmp_path / "run"), fingerprint=same_text).checkpoint == last
@@ -189,7 +189,7 @@ def test_a_damaged_summary_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_an_earlier_run_stays_in_its_place_until_the_start_makes_room(tmp_path: Path):
-    """A refused command had moved a finished run away."""
+    """Once a refused command moved a finished run away."""
     last = leave(tmp_path / "run", "finished")
     changed = config(tmp_path / "run", seed=4)
     assert prepare(changed).moves and finished(config(tmp_path / "run"))
@@ -199,7 +199,7 @@ def test_an_earlier_run_stays_in_its_place_until_the_start_makes_room(tmp_path: 
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("name", ["last", "best"])
 def test_a_checkpoint_that_would_have_to_make_room_is_no_start(tmp_path: Path, name: str, fresh: bool):
-    """It was moved away, and then not found."""
+    """Once it was moved away, and then missing."""
     origin = leave(tmp_path / "run", "finished", name)
     with pytest.raises(
         ConfigError, match=f"start_from={origin} is not allowed because it lies in the folder of the new"
@@ -216,7 +216,7 @@ def test_notes_of_hydra_alone_are_no_earlier_run(tmp_path: Path):
 
 
 def test_a_branch_keeps_the_curve_of_the_run_that_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The curve was cut at the step of the branch, and then moved."""
+    """Once the curve was cut at the step of the branch, and then moved."""
     monkeypatch.setattr(fit.report, "header", lambda *_: "")
     origin = leave(tmp_path / "old")
     leave(tmp_path / "run", "finished")
@@ -224,11 +224,11 @@ def test_a_branch_keeps_the_curve_of_the_run_that_makes_room(tmp_path: Path, mon
     for step in (5, 7, 9):
         file.log_metrics({"train/loss": 1.0}, step)
     curve = file.path.read_text()
-    given = branch(tmp_path / "run", origin, resume="never")
+    settings = branch(tmp_path / "run", origin, resume="never")
     trainer, summary = SimpleNamespace(loggers=[file]), SimpleNamespace(facts={})
-    parts: Any = SimpleNamespace(config=given, trainer=trainer, data=SimpleNamespace(resumes=True), summary=summary)
+    parts: Any = SimpleNamespace(config=settings, trainer=trainer, data=SimpleNamespace(resumes=True), summary=summary)
     with contextlib.ExitStack() as stack:
-        fit._begin(parts, prepare(given), stack)
+        fit._begin(parts, prepare(settings), stack)
     assert not file.path.exists()
     (moved,) = (tmp_path / "logs/.replaced").rglob("metrics.csv")
     assert moved.read_text() == curve
@@ -236,8 +236,8 @@ def test_a_branch_keeps_the_curve_of_the_run_that_makes_room(tmp_path: Path, mon
 
 @pytest.mark.parametrize("branches", [True, False])
 def test_parts_that_are_damaged_have_a_remedy_that_helps(tmp_path: Path, branches: bool):
-    """A branch was sent to resume=never, which reads the same parts again."""
-    given = branch(tmp_path / "run", leave(tmp_path / "old")) if branches else config(tmp_path / "run")
+    """Once a branch got the advice resume=never, which reads the same parts again."""
+    settings = branch(tmp_path / "run", leave(tmp_path / "old")) if branches else config(tmp_path / "run")
     if not branches:
         leave(tmp_path / "run")
 
@@ -245,10 +245,10 @@ def test_parts_that_are_damaged_have_a_remedy_that_helps(tmp_path: Path, branche
         raise DamagedParts("a part is missing")
 
     trainer = SimpleNamespace(callbacks=[], is_global_zero=False, fit=refuse)
-    parts: Any = SimpleNamespace(config=given, trainer=trainer, task=None, data=None)
+    parts: Any = SimpleNamespace(config=settings, trainer=trainer, task=None, data=None)
     remedy = "another start_from=, or start_fresh=true" if branches else "resume=never to start over"
     with pytest.raises(CheckpointError, match=f"^a part is missing; use {remedy}"):
-        fit._fit(parts, prepare(given))
+        fit._fit(parts, prepare(settings))
 
 
 def test_a_finished_run_with_another_configuration_is_moved_aside(tmp_path: Path):
@@ -261,7 +261,7 @@ def test_a_finished_run_with_another_configuration_is_moved_aside(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "difference"),
     [
         ({"global_batch": 4}, r"sequences a step \(8 there, 4 here\), global_batch \(8 there, 4 here\)"),
         ({"model__state_size": 6}, r"model.state_size \(.* there, 6 here\)"),
@@ -270,20 +270,20 @@ def test_a_finished_run_with_another_configuration_is_moved_aside(tmp_path: Path
     ],
 )
 def test_a_checkpoint_of_another_configuration_is_refused_with_what_differs(
-    tmp_path: Path, changes: dict[str, Any], said: str
+    tmp_path: Path, changes: dict[str, Any], difference: str
 ):
     last = leave(tmp_path / "old")
-    with pytest.raises(CheckpointError, match=f"cannot go on with this configuration: it differs in {said}"):
+    with pytest.raises(CheckpointError, match=f"cannot go on with this configuration: it differs in {difference}"):
         prepare(branch(tmp_path / "run", last, **changes))
 
 
 def test_a_branch_is_not_undone_by_the_same_command(tmp_path: Path):
-    """Given again after an interruption, it began at the path once more and threw away what was trained."""
+    """Once the repeated command began at the path again, and lost the training."""
     origin = leave(tmp_path / "pretrained", "finished")
-    given = branch(tmp_path / "run", tmp_path / "pretrained")
-    assert prepare(given, fingerprint=same_text).checkpoint == origin
-    last = leave(tmp_path / "run", started_from=begins(given))
-    assert prepare(given, fingerprint=same_text).checkpoint == last
+    settings = branch(tmp_path / "run", tmp_path / "pretrained")
+    assert prepare(settings, fingerprint=same_text).checkpoint == origin
+    last = leave(tmp_path / "run", started_from=begins(settings))
+    assert prepare(settings, fingerprint=same_text).checkpoint == last
     with pytest.raises(CheckpointError, match="the weights it starts from"):
         prepare(config(tmp_path / "run"), fingerprint=same_text)
 
@@ -347,8 +347,8 @@ def test_a_disk_without_locks_is_trained_on(
     monkeypatch.setattr("fcntl.flock", refuse)
     with run_folder.locked(tmp_path):
         pass
-    said = capsys.readouterr().err
-    assert said.startswith(f"{tmp_path} cannot be locked (") and len(said.splitlines()) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"{tmp_path} cannot be locked (") and len(printed.splitlines()) == 1
 
 
 def test_files_that_are_no_run_are_not_moved(tmp_path: Path):
@@ -426,15 +426,15 @@ def test_the_exit_code_is_that_of_the_signal_also_before_training_begins():
 
 
 @pytest.mark.parametrize(
-    ("saved", "said"),
+    ("saved", "words"),
     [(None, "step 9 of 30; nothing was saved"), (9, "9 of 30, and saved;"), (6, "30, saved at step 6;")],
 )
-def test_the_farewell_says_saved_only_of_what_this_run_has_saved(tmp_path: Path, saved: int | None, said: str):
-    """A checkpoint of an earlier part lay there, and the last words claimed it."""
+def test_the_farewell_names_only_checkpoints_of_this_run(tmp_path: Path, saved: int | None, words: str):
+    """Once the farewell claimed a checkpoint that an earlier part of the run had saved."""
     latest = Latest(leave(tmp_path))
     latest.saved = saved
     run: Any = SimpleNamespace(trainer=SimpleNamespace(global_step=9, max_steps=30, callbacks=[latest]))
-    assert said in fit._farewell(run)
+    assert words in fit._farewell(run)
 
 
 def test_lines_that_are_garbled_are_dropped(tmp_path: Path):

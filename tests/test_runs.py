@@ -87,14 +87,14 @@ def pretend(config: dict[str, Any]) -> None:
     place = Path(config["folder"])
     write_json(place / "summary.json", {"status": "finished", "steps": config["trainer"]["max_steps"]})
     (place / "checkpoints").mkdir(exist_ok=True)
-    known = {
+    content = {
         "format": FORMAT,
         STATE: {"world": 1},
         "state_dict": {},
         "global_step": 1,
         "started_from": digest(config["start_from"]),
     }
-    torch.save({**known, "hyper_parameters": {"config": config}}, place / "checkpoints/last.ckpt")
+    torch.save({**content, "hyper_parameters": {"config": config}}, place / "checkpoints/last.ckpt")
 
 
 @pytest.fixture
@@ -108,9 +108,9 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Expe
     places = [f"data.path={tiny_text.write(tmp_path / 'text')}", f"data.cache_dir={tmp_path / 'cache'}"]
     places += ["callbacks.pictures=null"]
 
-    def make(*given: str) -> Experiment:
-        of_model = [] if any(word.startswith("arms=") for word in given) else [BY_MODEL]
-        overrides = [*TINY, *places, f"logs={tmp_path / 'logs'}", "name=toy", *of_model, *given]
+    def make(*words: str) -> Experiment:
+        of_model = [] if any(word.startswith("arms=") for word in words) else [BY_MODEL]
+        overrides = [*TINY, *places, f"logs={tmp_path / 'logs'}", "name=toy", *of_model, *words]
         return Experiment(composed_in(tmp_path)(overrides), overrides)
 
     return make
@@ -129,16 +129,16 @@ def summary(experiment: Experiment, arm: str = "gsm") -> dict[str, Any]:
 def test_each_run_starts_from_the_weights_of_the_one_before(
     asked: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch
 ):
-    """One that does not learn has those of the first one, in a longer context, after one step of its own."""
+    """The second run does not learn: after its step, in a longer context, it has the weights of the first run."""
     monkeypatch.setattr(experiments, "Child", InThisProcess)
     made = asked(THREE, "table=[loss/loss, runs.train.steps]")
     table = train_all(made)
-    home, found = only(made).folder, summary(made)
+    home, facts = only(made).folder, summary(made)
     first, second = (read_checkpoint(home / name) for name in ("train", "extend"))
     torch.testing.assert_close(second["state_dict"], first["state_dict"], rtol=0, atol=0)
     assert second["global_step"] == 1 and second["hyper_parameters"]["config"]["data"]["context"] == 64
-    assert found["loss/loss"] == pytest.approx(found["val_loss"], abs=1e-4), "measured is what was trained last"
-    assert found["runs"]["train"]["steps"] == 2 and found["steps"] == 1 and found["status"] == "finished"
+    assert facts["loss/loss"] == pytest.approx(facts["val_loss"], abs=1e-4), "the weights of the last training run"
+    assert facts["runs"]["train"]["steps"] == 2 and facts["steps"] == 1 and facts["status"] == "finished"
     assert table.runs[0].value("runs.train.steps") == 2
     assert checkpoints.checkpoints(str(made.folder)) == [home / "extend/checkpoints/last.ckpt"]
     assert only(made).finished()
@@ -148,7 +148,7 @@ def test_each_run_starts_from_the_weights_of_the_one_before(
 def test_a_branch_of_a_stable_run_is_the_run_of_its_length_bit_for_bit(
     asked: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """It takes optimiser, step, place in the data and random numbers along, though it may be stopped in between."""
+    """A branch continues optimiser, step, place in the data and random numbers, also after an interruption."""
     monkeypatch.setattr(experiments, "Child", InThisProcess)
     wsd = ("optimizer.schedule=wsd", "optimizer.warmup_steps=2", "optimizer.decay_fraction=0.25")
     short = "short: {after: stable, start_fresh: false, trainer.max_steps: 12}"
@@ -156,14 +156,14 @@ def test_a_branch_of_a_stable_run_is_the_run_of_its_length_bit_for_bit(
     long = "long: {after: stable, start_fresh: false, trainer.max_steps: 20}"
     made = asked(f"runs={{{stable}, {short}, {long}}}", *wsd)
     train_all(made)
-    assert "Going on from" in (said := capsys.readouterr().out) and "schedules jump" not in said
+    assert "Going on from" in (output := capsys.readouterr().out) and "schedules jump" not in output
     for name, steps in (("short", 12), ("long", 20)):
         train_all(asked(*wsd, f"trainer.max_steps={steps}", f"name={name}", "seeds=1"))
         alone = read_checkpoint(asked(f"name={name}", "seeds=1").folder / "gsm/seed0")
         branch = read_checkpoint(only(made).folder / name)
         torch.testing.assert_close(branch["state_dict"], alone["state_dict"], rtol=0, atol=0)
-        moments, others = (one["optimizer_states"][0]["state"] for one in (branch, alone))
-        torch.testing.assert_close(moments, others, rtol=0, atol=0)
+        moments, expected = (content["optimizer_states"][0]["state"] for content in (branch, alone))
+        torch.testing.assert_close(moments, expected, rtol=0, atol=0)
         assert branch["global_step"] == steps
     assert only(made).finished()
     other = asked(f"runs={{{stable}, {short.replace('false', 'true')}}}", *wsd)
@@ -174,14 +174,14 @@ def test_a_branch_of_a_stable_run_is_the_run_of_its_length_bit_for_bit(
 def test_a_branch_that_trains_otherwise_is_refused_before_anything_moves(asked: Callable[..., Experiment]):
     train(asked("trainer.max_steps=2", "name=stable").config)
     start = asked("name=stable").config["folder"]
-    given = ("name=branch", f"start_from={start}", "start_fresh=false", "trainer.max_steps=3")
-    for more, said in (
+    branch = ("name=branch", f"start_from={start}", "start_fresh=false", "trainer.max_steps=3")
+    for more, difference in (
         (("optimizer.learning_rate=1e-4",), r"differs in optimizer.learning_rate \(.*start_fresh=true to take the"),
         (("seed=1",), r"differs in data.seed \(0 there, 1 here\), seed"),
     ):
-        with pytest.raises(CheckpointError, match=said):
-            train(asked(*given, *more).config)
-    train(asked(*given, "optimizer.decay_fraction=0.5").config)
+        with pytest.raises(CheckpointError, match=difference):
+            train(asked(*branch, *more).config)
+    train(asked(*branch, "optimizer.decay_fraction=0.5").config)
 
 
 def test_what_is_finished_is_not_done_again_and_what_has_changed_is(asked: Callable[..., Experiment], done: list[str]):
@@ -210,7 +210,7 @@ def test_a_run_that_two_arms_share_is_trained_once_in_the_folder_of_the_first(
     assert summary(asked(THREE, ARMS), "two")["runs"]["train"]["folder"] == "../../one/seed0/train"
     assert summary(asked(THREE, ARMS), "two")["curves"] == "../../one/seed0/train"
     together = json.loads((asked(THREE, ARMS).folder / "loss.json").read_text())["runs"]
-    assert [(one["arm"], one["text"]["loss"]) for one in together] == [("one", 2.0), ("two", 2.0)]
+    assert [(result["arm"], result["text"]["loss"]) for result in together] == [("one", 2.0), ("two", 2.0)]
     assert "2 runs; mean +- standard deviation" in capsys.readouterr().out, "as evaluate.py says of several checkpoints"
     del done[:]
     for arm in ("arm=two", "arm=one"):
@@ -231,12 +231,12 @@ def test_a_run_that_fails_stops_no_other_arm_and_the_same_command_goes_on_there(
     with pytest.raises(SystemExit) as stopped:
         train_all(asked(THREE, ARMS))
     assert stopped.value.code == 1
-    said = capsys.readouterr().out
-    assert "one/seed0/extend: ended with exit code 3" in said
-    assert "one/seed0/loss: not started, as one/seed0/extend has failed" in said
-    assert said.rindex("its last words") > said.index("sample standard deviation"), "last words come last"
-    found = summary(asked(THREE, ARMS), "one")
-    assert (found["status"], found["reason"]) == ("failed", "run extend ended with exit code 3")
+    output = capsys.readouterr().out
+    assert "one/seed0/extend: ended with exit code 3" in output
+    assert "one/seed0/loss: not started, as one/seed0/extend has failed" in output
+    assert output.rindex("its last words") > output.index("sample standard deviation"), "last words come last"
+    facts = summary(asked(THREE, ARMS), "one")
+    assert (facts["status"], facts["reason"]) == ("failed", "run extend ended with exit code 3")
     assert done[1:] == ["one/seed0/train", "two/seed0/extend", "two/seed0/loss"]
     assert summary(asked(THREE, ARMS), "two")["status"] == "finished"
     del done[:]
@@ -254,8 +254,8 @@ def test_a_run_that_chooses_a_group_drops_what_was_said_of_it(asked: Callable[..
 
 
 def test_a_value_of_one_run_can_be_given_on_the_command_line(asked: Callable[..., Experiment]):
-    given = ("++runs.train.trainer.max_steps=7", "++runs.loss.evaluate.sequences=2", "trainer.max_steps=9")
-    runs: Any = only(asked(THREE, *given)).runs
+    overrides = ("++runs.train.trainer.max_steps=7", "++runs.loss.evaluate.sequences=2", "trainer.max_steps=9")
+    runs: Any = only(asked(THREE, *overrides)).runs
     assert [runs[name].config["trainer"]["max_steps"] for name in ("train", "extend")] == [7, 1]
     assert runs["loss"].words == ("context=64", "sequences=2")
 
@@ -324,7 +324,7 @@ def test_values_come_through_the_command_line_as_they_are():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ([], r"runs is \[\], but maps names to what differs"),
         ({"a b": {}}, "runs has the name 'a b'"),
@@ -347,8 +347,8 @@ def test_values_come_through_the_command_line_as_they_are():
         ({"a": {"evaluate": {"ruler": {}}}}, "runs.a.evaluate has ruler without a value: give it one, or leave it out"),
     ],
 )
-def test_what_cannot_be_a_run_is_refused(wrong: Any, said: str):
-    with pytest.raises(ConfigError, match=said):
+def test_a_wrong_entry_of_runs_is_refused(wrong: Any, message: str):
+    with pytest.raises(ConfigError, match=message):
         parse_runs(wrong)
 
 

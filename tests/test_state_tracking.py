@@ -34,7 +34,7 @@ def test_a_table_is_that_of_a_group_of_this_size(name: str, size: int):
     assert (product_EE[product_EE] == product_EE[:, product_EE]).all(), "(ab)c = a(bc)"
 
 
-def test_s5_is_the_permutations_of_five_things_one_after_the_other():
+def test_s5_has_the_permutations_of_five_things_and_their_composition():
     order, product_EE = list(permutations(range(5))), group("S5").product_EE
     for a, b in np.random.default_rng(0).integers(120, size=(200, 2)):
         assert order[product_EE[a, b]] == tuple(order[b][order[a][i]] for i in range(5))
@@ -42,35 +42,35 @@ def test_s5_is_the_permutations_of_five_things_one_after_the_other():
 
 def commutators(elements: set[int], product_EE: np.ndarray) -> set[int]:
     inverse_E = np.argmin(product_EE, axis=1)  # where the identity stands
-    found = {
+    subgroup = {
         int(product_EE[product_EE[inverse_E[a], inverse_E[b]], product_EE[a, b]]) for a in elements for b in elements
     }
     while True:
-        more = found | {int(product_EE[a, b]) for a in found for b in found}
-        if more == found:
-            return found
-        found = more
+        closure = subgroup | {int(product_EE[a, b]) for a in subgroup for b in subgroup}
+        if closure == subgroup:
+            return subgroup
+        subgroup = closure
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("Z7", [7, 1]), ("S3", [6, 3, 1]), ("S5", [120, 60, 60])])
 def test_commutators_end_in_the_identity_alone_unless_the_group_is_s5(name: str, sizes: list[int]):
-    """Which is what solvable means, and what makes S5 the hard case."""
-    found = [set(range(sizes[0]))]
-    while len(found) < len(sizes):
-        found.append(commutators(found[-1], group(name).product_EE))
-    assert [len(one) for one in found] == sizes
+    """A group with this property is solvable; S5, which lacks it, is the hard case."""
+    series = [set(range(sizes[0]))]
+    while len(series) < len(sizes):
+        series.append(commutators(series[-1], group(name).product_EE))
+    assert [len(subgroup) for subgroup in series] == sizes
 
 
 @GROUPS
 def test_few_letters_reach_every_element_and_leave_one_in_place(name: str, size: int):
-    one, reached = group(name), {0}
+    elements, reached = group(name), {0}
     for _ in range(size):
-        reached |= {int(one.product_EE[a, b]) for a in reached for b in one.few}
-    assert len(reached) == size and 0 in one.few and len(set(one.few)) == len(one.few)
+        reached |= {int(elements.product_EE[a, b]) for a in reached for b in elements.few}
+    assert len(reached) == size and 0 in elements.few and len(set(elements.few)) == len(elements.few)
 
 
 def naive(name: str, letters: str, ids: list[int]) -> list[int]:
-    """The states of a word of a single group, by its definition."""
+    """Return the states of a word of one group, by the group's definition."""
     if name.startswith("Z"):
         return [sum(ids[: n + 1]) % int(name[1:]) for n in range(len(ids))]
     things = int(name[1:])
@@ -86,7 +86,7 @@ def naive(name: str, letters: str, ids: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("name", ["Z2", "Z7", "S3", "S5"])
 @pytest.mark.parametrize("letters", ["all", "few"])
-def test_targets_are_what_the_letters_so_far_come_to(name: str, letters: str):
+def test_targets_are_the_products_of_the_letters_so_far(name: str, letters: str):
     task = StateTracking(groups=[name], letters=letters)
     first = task.vocabulary - len(group(name))
     for i in range(10):
@@ -97,8 +97,8 @@ def test_targets_are_what_the_letters_so_far_come_to(name: str, letters: str):
 
 def test_all_groups_come_and_each_has_ids_of_its_own():
     assert MANY.vocabulary == (2 + 2) + (2 + 5) + (3 + 6)
-    seen = [MANY.draw(np.random.default_rng([2, i]), 200) for i in range(60)]
-    ranges = {(int(one.token_T.min()), int(one.target_T.min()), int(one.target_T.max())) for one in seen}
+    words = [MANY.draw(np.random.default_rng([2, i]), 200) for i in range(60)]
+    ranges = {(int(word.token_T.min()), int(word.target_T.min()), int(word.target_T.max())) for word in words}
     assert ranges == {(0, 2, 3), (4, 6, 10), (11, 14, 19)}
 
 
@@ -117,19 +117,22 @@ def test_asked_at_the_end_there_is_one_target():
     assert (every >= 0).all() and sum(last >= 0) == 1
 
 
-def test_words_are_tested_at_lengths_around_that_of_training_unless_told():
+def test_words_have_the_configured_lengths_in_the_test_or_lengths_around_that_of_training():
     assert MANY.test_lengths(32) == [1, 6]
     free = replace(MANY, tested=None)
     assert free.test_lengths(32) == [16, 32, 64, 128] == replace(free, answers="steps").test_lengths(64)
 
 
 class Follows(torch.nn.Module):
-    """Says the product of the state that it was told (the identity at first) and the letter; it errs where told."""
+    """A model that answers with the product of its input state (the identity at first) and the letter.
+
+    Call number ``errs_at`` has a wrong answer.
+    """
 
     def __init__(self, task: StateTracking, errs_at: int | None = None) -> None:
         super().__init__()
-        self.task, self.one, self.errs_at = task, group(task.groups[0]), errs_at
-        self.first = task.vocabulary - len(self.one)
+        self.task, self.group, self.errs_at = task, group(task.groups[0]), errs_at
+        self.first = task.vocabulary - len(self.group)
         self.model = build("transformer", geometry=replace(SHALLOW, vocabulary=task.vocabulary))
         self.embedding, self.start, self.evaluating = self.model.embedding, self.model.start, self.model.evaluating
         self.calls = 0
@@ -137,20 +140,20 @@ class Follows(torch.nn.Module):
     def forward(self, token_BT: torch.Tensor, **options: Any):
         out = self.model(token_BT, **options)
         state_B = token_BT[:, 0] - self.first if token_BT.shape[1] == 2 else torch.zeros(len(token_BT)).long()
-        said_B = torch.from_numpy(self.one.product_EE[state_B, token_BT[:, -1]])
-        said_B = (said_B + (self.calls == self.errs_at)) % len(self.one)
+        answer_B = torch.from_numpy(self.group.product_EE[state_B, token_BT[:, -1]])
+        answer_B = (answer_B + (self.calls == self.errs_at)) % len(self.group)
         self.calls += 1
-        return Said(torch.nn.functional.one_hot(self.first + said_B, self.task.vocabulary)[:, None], out.memory)
+        return Answer(torch.nn.functional.one_hot(self.first + answer_B, self.task.vocabulary)[:, None], out.memory)
 
 
-class Said:
+class Answer:
     def __init__(self, logits: torch.Tensor, memory: Any) -> None:
         self.logits, self.memory = logits, memory
 
 
 @pytest.mark.parametrize(("errs_at", "share"), [(None, 1), (5, 0), (2, 0)])
 def test_with_steps_a_model_goes_on_from_what_it_wrote_and_an_error_stays(errs_at: int | None, share: float):
-    """Modulo 7 an error is never made up for. Were the true states given, the one at letter 2 would not be seen."""
+    """Modulo 7 no later letter repairs an error. With true states as input, the error at letter 2 would not show."""
     task = StateTracking(groups=["Z7"], answers="steps", tested=[6])
     model: Any = Follows(task, errs_at)
     assert tracking.measure(model, task, 8, WORDS) == {"Z7": {"6": share}}
@@ -161,17 +164,17 @@ def test_with_steps_a_model_goes_on_from_what_it_wrote_and_an_error_stays(errs_a
 def test_an_untrained_model_knows_no_more_than_chance(answers: str):
     task = StateTracking(groups=["S5"], answers=answers, tested=[4, 7])
     model = build("gsm", geometry=replace(SHALLOW, vocabulary=task.vocabulary))
-    found = tracking.measure(model, task, 8, WORDS)
-    assert set(found["S5"]) == {"4", "7"} and max(found["S5"].values()) < 0.2 and task.chance == {"S5": 1 / 120}
-    assert "last state known, %  4 letters  7 letters" in "\n".join(tracking.table(found))
+    shares = tracking.measure(model, task, 8, WORDS)
+    assert set(shares["S5"]) == {"4", "7"} and max(shares["S5"].values()) < 0.2 and task.chance == {"S5": 1 / 120}
+    assert "last state known, %  4 letters  7 letters" in "\n".join(tracking.table(shares))
 
 
 def test_a_direct_answer_is_the_models_own_of_the_whole_word():
     task = replace(MANY, groups=["parity"], tested=[9])
     model = build("gsm", geometry=replace(SHALLOW, vocabulary=task.vocabulary))
     words = [task.word(0, np.random.default_rng([5, i]), 9) for i in range(WORDS)]
-    said_B = model(torch.tensor(np.stack([word.letter_N for word in words]))).logits[:, -1].argmax(-1)
-    want_B = said_B == torch.tensor([word.state_N[-1] for word in words])
+    answer_B = model(torch.tensor(np.stack([word.letter_N for word in words]))).logits[:, -1].argmax(-1)
+    want_B = answer_B == torch.tensor([word.state_N[-1] for word in words])
     assert (tracking.last_states(model, words, steps=False) == want_B).all()
 
 

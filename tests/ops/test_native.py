@@ -1,4 +1,4 @@
-"""Compiled loops for the CPU: how they are shared among threads, kept on disk, and done without."""
+"""Compiled loops for the CPU: their division among threads, their cache on disk, and calls without Numba."""
 
 import ast
 import concurrent.futures
@@ -40,7 +40,7 @@ def raises(first, last):
 
 @pytest.fixture
 def threads():
-    """Sets the number of threads, and sets it back."""
+    """Set the number of threads, and restore it."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -50,10 +50,10 @@ def call(tokens: int = 600) -> dict:
     return cast(hyper_connection(batch=1, rows=tokens, width=16), torch.float32)
 
 
-def results(given: dict) -> list[Any]:
-    """Both results and all gradients."""
-    leaves = {name: x.clone().requires_grad_() for name, x in given.items() if isinstance(x, torch.Tensor)}
-    out = mhc_boundary(**{**given, **leaves})
+def results(inputs: dict) -> list[Any]:
+    """Return both results and all gradients."""
+    leaves = {name: x.clone().requires_grad_() for name, x in inputs.items() if isinstance(x, torch.Tensor)}
+    out = mhc_boundary(**{**inputs, **leaves})
     torch.autograd.backward(out, [torch.ones_like(x) for x in out])
     return [*(x.detach() for x in out), *(x.grad for x in leaves.values())]
 
@@ -93,7 +93,7 @@ def test_loops_of_any_size_leave_pytorchs_threads_alive(threads):
         many.add_(1)
         native.run(marks, items, 5, 0.5, torch.zeros(items, dtype=torch.int64), least=8)
         seen.append(set(os.listdir("/proc/self/task")))
-    assert all(one == seen[0] for one in seen[1:]), "threads were ended and started"
+    assert all(count == seen[0] for count in seen[1:]), "threads were ended and started"
 
 
 def test_fewer_threads_than_parts_run_them_all():
@@ -127,15 +127,15 @@ def test_the_number_of_threads_changes_no_bit_of_what_a_loop_writes(threads):
     """The products with phi are PyTorch's, whose sums may depend on it: one thread does these."""
     from gsm_kernels.cpu.loops import mhc as loops
 
-    given, found = call(), []
-    number = given["streams_BRXD"].view(600, -1) @ given["phi"].T
+    inputs, outputs = call(), []
+    number = inputs["streams_BRXD"].view(600, -1) @ inputs["phi"].T
     for count in (1, 3):
         threads(count)
-        out = [number.clone(), torch.empty(600), *(torch.empty_like(given[name]) for name in list(given)[:2])]
-        tensors = [given[name] for name in ("streams_BRXD", "update_BRD", "bias", "scale")]
+        out = [number.clone(), torch.empty(600), *(torch.empty_like(inputs[name]) for name in list(inputs)[:2])]
+        tensors = [inputs[name] for name in ("streams_BRXD", "update_BRD", "bias", "scale")]
         native.run(loops.forward, 600, 600, 16, 20, 1e-6, 1e-6, *tensors, *out, least=128)
-        found.append(out)
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        outputs.append(out)
+    assert all(torch.equal(x, y) for x, y in zip(*outputs, strict=True))
 
 
 def test_python_threads_at_once_get_what_each_gets_alone(threads):
@@ -146,25 +146,25 @@ def test_python_threads_at_once_get_what_each_gets_alone(threads):
     alone = [job() for job in jobs]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         for _ in range(3):
-            for one, other in zip(alone, pool.map(lambda job: job(), jobs), strict=True):
-                assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True) if x is not None)
+            for expected, output in zip(alone, pool.map(lambda job: job(), jobs), strict=True):
+                assert all(torch.equal(x, y) for x, y in zip(expected, output, strict=True) if x is not None)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_forked_process_computes_the_same_with_threads_of_its_own(threads, tmp_path: Path):
     threads(2)
-    given = {name: x for name, x in call().items() if isinstance(x, torch.Tensor)}
+    inputs = {name: x for name, x in call().items() if isinstance(x, torch.Tensor)}
     with torch.no_grad():
-        expected = mhc_boundary(**given)[0]  # has made this process' threads
+        expected = mhc_boundary(**inputs)[0]  # has made this process' threads
     child = os.fork()
     if not child:
         torch.randn(800, 800) @ torch.randn(800, 800)  # waited for threads that did not come along
         native.torch.get_num_threads = lambda: 2
         with torch.no_grad():
-            (tmp_path / "found").write_bytes(pickle.dumps(mhc_boundary(**given)[0].tolist()))
+            (tmp_path / "output").write_bytes(pickle.dumps(mhc_boundary(**inputs)[0].tolist()))
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert pickle.loads((tmp_path / "found").read_bytes()) == expected.tolist()
+    assert pickle.loads((tmp_path / "output").read_bytes()) == expected.tolist()
 
 
 def test_numba_is_imported_when_it_is_needed_and_everything_runs_without_it():
@@ -175,16 +175,16 @@ import gsm
 import gsm_kernels
 assert "numba" not in sys.modules
 sys.modules["numba"] = None
-found = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *more: None if name == "numba" else found(name, *more)
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name == "numba" else find_spec(name, *more)
 import torch
 from gsm_kernels import attend, explain, listening, mhc_boundary
 with listening() as heard:
     mhc_boundary(torch.ones(1, 2, 4, 8), torch.ones(1, 2, 8), torch.ones(24, 32), torch.ones(24), torch.ones(3))
 print(heard, explain()["mhc_boundary"])
 """
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert "[('mhc_boundary', 'reference')]" in said and "Numba is not installed" in said
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "[('mhc_boundary', 'reference')]" in output and "Numba is not installed" in output
 
 
 def test_compiled_code_is_kept_under_the_digest_of_the_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -201,7 +201,7 @@ def test_compiled_code_is_kept_under_the_digest_of_the_sources(monkeypatch: pyte
     assert Path(same).name == folder.name != Path(native.cache_folder.__wrapped__()).name
 
 
-def test_the_choice_and_its_reason_are_told():
+def test_explain_has_the_choice_and_its_reason():
     assert explain()["mhc_boundary"].startswith("numba: ")
     with listening() as heard, torch.no_grad():
         mhc_boundary(**call(3))
@@ -215,22 +215,22 @@ def test_the_choice_and_its_reason_are_told():
 
 
 def test_recomputation_that_keeps_products_gives_the_same_gradients():
-    """With frozen weights the loop would run as it is, and scale a product that was kept."""
-    given = call(40)
-    kept = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    """With frozen weights the loop would run directly, and scale a stored product."""
+    inputs = call(40)
+    store_products = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
 
     def gradient(through) -> torch.Tensor:
-        x = given["streams_BRXD"].clone().requires_grad_()
+        x = inputs["streams_BRXD"].clone().requires_grad_()
 
         def frozen(x):
             with torch.no_grad():
-                left = mhc_boundary(**{**given, "streams_BRXD": x.detach()})[0]
+                left = mhc_boundary(**{**inputs, "streams_BRXD": x.detach()})[0]
             return (left * x).square().sum()
 
         through(frozen, x).backward()
         return x.grad
 
-    again = functools.partial(checkpoint, use_reentrant=False, context_fn=kept)
+    again = functools.partial(checkpoint, use_reentrant=False, context_fn=store_products)
     assert torch.equal(gradient(again), gradient(lambda function, x: function(x)))
 
 
@@ -289,9 +289,9 @@ def test_a_loop_that_cannot_be_compiled_is_not_tried_again(monkeypatch: pytest.M
 
 def test_what_loops_call_is_compiled_into_them():
     for file in native.HERE.glob("loops/*.py"):
-        for one in ast.parse(file.read_text()).body:
-            if isinstance(one, ast.FunctionDef) and one.name.startswith("_"):
-                assert [ast.unparse(how) for how in one.decorator_list] == ["part"], f"{file}: {one.name}"
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("_"):
+                assert [ast.unparse(decorator) for decorator in node.decorator_list] == ["part"], f"{file}: {node.name}"
 
 
 DIGEST = """
@@ -299,20 +299,22 @@ import hashlib
 import torch
 from gsm_kernels import mhc_boundary
 torch.manual_seed(0)
-given = [torch.randn(1, 70, 4, 64), torch.randn(1, 70, 64), torch.randn(24, 256) / 16, torch.randn(24), torch.ones(3)]
-given = [x.requires_grad_() for x in given]
-out = mhc_boundary(*given)
+inputs = [torch.randn(1, 70, 4, 64), torch.randn(1, 70, 64), torch.randn(24, 256) / 16, torch.randn(24), torch.ones(3)]
+inputs = [x.requires_grad_() for x in inputs]
+out = mhc_boundary(*inputs)
 torch.autograd.backward(out, [torch.ones_like(x) for x in out])
-found = b"".join(x.detach().numpy().tobytes() for x in (*out, *(x.grad for x in given)))
-print(hashlib.sha256(found).hexdigest())
+output = b"".join(x.detach().numpy().tobytes() for x in (*out, *(x.grad for x in inputs)))
+print(hashlib.sha256(output).hexdigest())
 """
 
 
 @pytest.mark.slow
-def test_a_process_that_compiles_computes_what_one_does_that_reads_the_cache(tmp_path):
-    where = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-    found = [
-        subprocess.run([sys.executable, "-c", DIGEST], env=where, capture_output=True, text=True, check=True).stdout
+def test_a_process_that_compiles_and_one_that_reads_the_cache_compute_the_same(tmp_path):
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    digests = [
+        subprocess.run(
+            [sys.executable, "-c", DIGEST], env=environment, capture_output=True, text=True, check=True
+        ).stdout
         for _ in range(2)
     ]
-    assert any(tmp_path.rglob("*.nbc")) and found[0] == found[1]
+    assert any(tmp_path.rglob("*.nbc")) and digests[0] == digests[1]

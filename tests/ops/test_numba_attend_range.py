@@ -35,8 +35,10 @@ SIZES = {
 
 
 def call(batch=2, rows=5, slots=203, heads=4, groups=2, channels=16, dtype=torch.float32, seed=0) -> dict:
-    """Rows that see ranges of a memory which has more room than slots, keys and values side by side. What nobody may
-    read is not a number; the first row sees all slots, the last nothing."""
+    """Return rows that see ranges of a memory with more room than slots, keys and values side by side.
+
+    Places that no row may read are NaN. The first row sees all slots, the last row sees none.
+    """
     drawn = torch.Generator().manual_seed(seed)
     ends = torch.randint(0, slots + 1, (2, batch, rows), generator=drawn).sort(0).values
     if rows and batch:
@@ -50,22 +52,22 @@ def call(batch=2, rows=5, slots=203, heads=4, groups=2, channels=16, dtype=torch
     return {"query_BRHC": query, "key_BFGC": key, "value_BFGC": value, "first_BR": ends[0], "last_BR": ends[1]}
 
 
-def by_loops(given: dict, op=attend_range) -> Tensor:
+def by_loops(inputs: dict, op=attend_range) -> Tensor:
     with listening() as heard, torch.no_grad():
-        out = op(**given)
+        out = op(**inputs)
     assert heard == [("attend_range", "numba")]
     return out
 
 
-def by_reference(given: dict) -> Tensor:
-    """With the same numbers in float64."""
+def by_reference(inputs: dict) -> Tensor:
+    """Return the reference's output for the same numbers in float64."""
     with using("reference"):
-        return attend_range(**cast(given, torch.float64))
+        return attend_range(**cast(inputs, torch.float64))
 
 
 @pytest.fixture
 def threads(monkeypatch):
-    """Sets the number of threads, for each of which there is enough to do, and sets it back."""
+    """Set the number of threads and restore it; a small threshold gives each thread work."""
     monkeypatch.setattr(numba, "THREAD", 1)
     before = torch.get_num_threads()
     yield torch.set_num_threads
@@ -75,8 +77,8 @@ def threads(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 def test_the_loops_are_the_reference(sizes, dtype):
-    given = call(**sizes, dtype=dtype)
-    assert_close(by_loops(given), by_reference(given))
+    inputs = call(**sizes, dtype=dtype)
+    assert_close(by_loops(inputs), by_reference(inputs))
 
 
 def test_every_range_is_read_from_its_first_slot_to_its_last():
@@ -84,91 +86,91 @@ def test_every_range_is_read_from_its_first_slot_to_its_last():
     pairs = [(first, last) for first in range(20) for last in range(first, 36)]
     pairs += [(first, first + length) for first in (0, 7) for length in (63, 64, 65, 1023, 1024, 1025, 1040, 1041)]
     ends = torch.tensor(pairs).T[:, :, None]
-    given = call(batch=len(pairs), rows=1, slots=1050, heads=2, groups=1)
-    given |= {"first_BR": ends[0], "last_BR": ends[1]}
-    assert_close(by_loops(given), by_reference(given))
+    inputs = call(batch=len(pairs), rows=1, slots=1050, heads=2, groups=1)
+    inputs |= {"first_BR": ends[0], "last_BR": ends[1]}
+    assert_close(by_loops(inputs), by_reference(inputs))
 
 
 def test_a_row_that_sees_nothing_returns_zero():
-    given = call()
-    given["first_BR"][1, 2], given["last_BR"][1, 2] = 9, 4
-    out = by_loops(given)
-    empty = given["first_BR"] >= given["last_BR"]
+    inputs = call()
+    inputs["first_BR"][1, 2], inputs["last_BR"][1, 2] = 9, 4
+    out = by_loops(inputs)
+    empty = inputs["first_BR"] >= inputs["last_BR"]
     assert empty.sum() > 1 and (out[empty] == 0).all() and (out[~empty] != 0).any(-1).all()
-    given["last_BR"] = given["first_BR"]
-    assert (by_loops(given) == 0).all()
+    inputs["last_BR"] = inputs["first_BR"]
+    assert (by_loops(inputs) == 0).all()
 
 
 @pytest.mark.parametrize("width", [None, 5])
 @pytest.mark.parametrize("whole", [False, True])
 def test_ranges_of_a_stream_are_those_that_the_caller_promises(width, whole):
-    given = cast(ranges(rows=4, channels=16, width=width, one_document=whole), torch.float32)
-    assert_close(by_loops(given), by_reference(given))
+    inputs = cast(ranges(rows=4, channels=16, width=width, one_document=whole), torch.float32)
+    assert_close(by_loops(inputs), by_reference(inputs))
 
 
 def test_what_nobody_sees_is_not_read():
     """A memory has room for more than is filled, and what a row does not see may be anything."""
-    given = call(rows=1, slots=500)
-    given |= {"first_BR": torch.tensor([[70], [3]]), "last_BR": torch.tensor([[81], [290]])}
+    inputs = call(rows=1, slots=500)
+    inputs |= {"first_BR": torch.tensor([[70], [3]]), "last_BR": torch.tensor([[81], [290]])}
     place = torch.arange(500)
-    seen = (place >= given["first_BR"]) & (place < given["last_BR"])
-    expected = by_loops(given)
+    seen = (place >= inputs["first_BR"]) & (place < inputs["last_BR"])
+    expected = by_loops(inputs)
     for name in ("key_BFGC", "value_BFGC"):
-        given[name][~seen] = torch.nan
-    assert torch.equal(by_loops(given), expected)
+        inputs[name][~seen] = torch.nan
+    assert torch.equal(by_loops(inputs), expected)
 
 
 def test_a_range_beyond_the_slots_ends_with_them():
     """Reading on would read memory of others, which here is not a number."""
-    given = call(rows=1)
-    expected = by_loops({**given, "first_BR": torch.tensor([[0], [0]]), "last_BR": torch.tensor([[203], [203]])})
+    inputs = call(rows=1)
+    expected = by_loops({**inputs, "first_BR": torch.tensor([[0], [0]]), "last_BR": torch.tensor([[203], [203]])})
     beyond = {"first_BR": torch.tensor([[-5], [-1]]), "last_BR": torch.tensor([[204], [10**6]])}
-    assert torch.equal(by_loops({**given, **beyond}), expected)
+    assert torch.equal(by_loops({**inputs, **beyond}), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_decoded_token_copies_no_memory(monkeypatch, dtype):
-    given, touched = call(rows=1, dtype=dtype), []
+    inputs, touched = call(rows=1, dtype=dtype), []
     for name in ("contiguous", "to", "float", "clone"):
         inner = getattr(Tensor, name)
         monkeypatch.setattr(Tensor, name, lambda x, *rest, inner=inner: touched.append(x.shape) or inner(x, *rest))
-    by_loops(given)
-    assert given["query_BRHC"].shape in touched and given["key_BFGC"].shape not in touched
+    by_loops(inputs)
+    assert inputs["query_BRHC"].shape in touched and inputs["key_BFGC"].shape not in touched
 
 
 def test_strides_do_not_matter():
-    given = call(batch=3, rows=1, heads=4, groups=4)
-    expected = by_loops(given)
-    apart = {name: given[name].contiguous() for name in ("key_BFGC", "value_BFGC")}
-    heads_first = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in apart.items()}
-    one_apart = {"value_BFGC": apart["value_BFGC"]}
-    turned = {"query_BRHC": given["query_BRHC"].mT.contiguous().mT}
-    short = {name: given[name].to(torch.int32) for name in ("first_BR", "last_BR")}
-    wide = {name: torch.stack([given[name], given[name] * 0], -1)[..., 0] for name in ("first_BR", "last_BR")}
-    for changed in (apart, heads_first, one_apart, turned, short, wide):
-        assert torch.equal(by_loops({**given, **changed}), expected)
-    shared = {name: given[name][:1].expand(3, -1, -1, -1) for name in ("key_BFGC", "value_BFGC")}
-    assert_close(by_loops({**given, **shared}), by_reference({**given, **shared}))
+    inputs = call(batch=3, rows=1, heads=4, groups=4)
+    expected = by_loops(inputs)
+    contiguous = {name: inputs[name].contiguous() for name in ("key_BFGC", "value_BFGC")}
+    heads_first = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in contiguous.items()}
+    value_alone = {"value_BFGC": contiguous["value_BFGC"]}
+    transposed = {"query_BRHC": inputs["query_BRHC"].mT.contiguous().mT}
+    short = {name: inputs[name].to(torch.int32) for name in ("first_BR", "last_BR")}
+    wide = {name: torch.stack([inputs[name], inputs[name] * 0], -1)[..., 0] for name in ("first_BR", "last_BR")}
+    for changed in (contiguous, heads_first, value_alone, transposed, short, wide):
+        assert torch.equal(by_loops({**inputs, **changed}), expected)
+    shared = {name: inputs[name][:1].expand(3, -1, -1, -1) for name in ("key_BFGC", "value_BFGC")}
+    assert_close(by_loops({**inputs, **shared}), by_reference({**inputs, **shared}))
 
 
 def test_a_memory_may_have_another_dtype_than_the_rows_that_read_it():
     for query, memory in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float16,) * 2):
-        given = call(dtype=memory)
-        given["query_BRHC"] = given["query_BRHC"].to(query)
+        inputs = call(dtype=memory)
+        inputs["query_BRHC"] = inputs["query_BRHC"].to(query)
         if memory is torch.float16:
-            given |= {name: given[name].to(torch.bfloat16) for name in ("key_BFGC", "value_BFGC")}
-        out = by_loops(given)
+            inputs |= {name: inputs[name].to(torch.bfloat16) for name in ("key_BFGC", "value_BFGC")}
+        out = by_loops(inputs)
         assert out.dtype == query
-        assert_close(out, by_reference(given))
+        assert_close(out, by_reference(inputs))
 
 
 def test_the_number_of_threads_changes_no_bit(threads):
     for batch, rows, slots in ((1, 1, 2500), (3, 5, 300), (2, 1, 40)):
-        given, found = call(batch, rows, slots), []
+        inputs, outputs = call(batch, rows, slots), []
         for count in (1, 2, 3, 7):
             threads(count)
-            found.append(by_loops(given))
-        assert all(torch.equal(other, found[0]) for other in found[1:])
+            outputs.append(by_loops(inputs))
+        assert all(torch.equal(output, outputs[0]) for output in outputs[1:])
 
 
 def test_one_row_of_one_sequence_is_shared_among_threads(threads, monkeypatch):
@@ -185,32 +187,32 @@ def test_one_row_of_one_sequence_is_shared_among_threads(threads, monkeypatch):
     assert len(pieces) == 3, "too little to share"
 
 
-def test_a_row_takes_the_same_whatever_else_is_in_the_call():
+def test_the_rest_of_a_call_does_not_change_a_row():
     """Neither the room of the memory nor other rows and sequences change how its slots are summed."""
-    given = call(batch=3, rows=4, slots=1500)
-    together = by_loops(given)
+    inputs = call(batch=3, rows=4, slots=1500)
+    together = by_loops(inputs)
     for b in range(3):
-        one = {name: x[b : b + 1] for name, x in given.items()}
-        filled = int(one["last_BR"].max())
-        one |= {name: one[name][:, :filled] for name in ("key_BFGC", "value_BFGC")}
+        sequence = {name: x[b : b + 1] for name, x in inputs.items()}
+        filled = int(sequence["last_BR"].max())
+        sequence |= {name: sequence[name][:, :filled] for name in ("key_BFGC", "value_BFGC")}
         for r in range(4):
-            row = {name: one[name][:, r : r + 1] for name in ("query_BRHC", "first_BR", "last_BR")}
-            assert torch.equal(by_loops({**one, **row}), together[b : b + 1, r : r + 1])
+            row = {name: sequence[name][:, r : r + 1] for name in ("query_BRHC", "first_BR", "last_BR")}
+            assert torch.equal(by_loops({**sequence, **row}), together[b : b + 1, r : r + 1])
 
 
 def test_huge_logits_stay_finite():
-    given = call()
+    inputs = call()
     for factor in (1e4, -1e4, 1e30):
-        assert by_loops({**given, "query_BRHC": given["query_BRHC"] * factor}).isfinite().all()
+        assert by_loops({**inputs, "query_BRHC": inputs["query_BRHC"] * factor}).isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["query_BRHC", "key_BFGC", "value_BFGC"])
 @pytest.mark.parametrize("slot", [0, 100, 202])
 def test_what_is_not_a_number_is_not_hidden(name, slot):
-    given = call(rows=1, batch=1)
-    given[name] = given[name].clone()
-    given[name][:, min(slot, given[name].shape[1] - 1)] = torch.nan
-    assert by_loops(given).isnan().all()
+    inputs = call(rows=1, batch=1)
+    inputs[name] = inputs[name].clone()
+    inputs[name][:, min(slot, inputs[name].shape[1] - 1)] = torch.nan
+    assert by_loops(inputs).isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -226,20 +228,20 @@ def test_what_is_not_a_number_is_not_hidden(name, slot):
     ],
 )
 def test_other_calls_are_refused_with_a_reason_and_run_as_before(sizes, change, why):
-    given = {**call(**sizes), **change}
-    assert why in str(numba.refuses(Inputs(**given)))
+    inputs = {**call(**sizes), **change}
+    assert why in str(numba.refuses(Inputs(**inputs)))
     for choice in ("auto", "numba"):  # which is for all operations that have loops for all calls
         with using(choice), listening() as heard:
-            assert_close(attend_range(**given), by_reference(given))
+            assert_close(attend_range(**inputs), by_reference(inputs))
         assert heard[0] == ("attend_range", "sdpa")
 
 
 def test_what_could_learn_but_is_not_asked_to_is_read_by_the_loops():
-    given = call()
-    given["query_BRHC"].requires_grad_()
-    assert not by_loops(given).requires_grad
+    inputs = call()
+    inputs["query_BRHC"].requires_grad_()
+    assert not by_loops(inputs).requires_grad
     with listening() as heard:
-        attend_range(**{**given, "query_BRHC": given["query_BRHC"].detach()})
+        attend_range(**{**inputs, "query_BRHC": inputs["query_BRHC"].detach()})
     assert heard == [("attend_range", "numba")]
 
 
@@ -249,11 +251,11 @@ def test_it_is_told_for_which_calls_it_is():
 
 
 def test_it_is_one_node_of_a_compiled_graph():
-    given = call()
+    inputs = call()
     torch.compiler.reset()
-    compiled = torch.compile(lambda **given: attend_range(**given), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda **inputs: attend_range(**inputs), fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        assert torch.equal(compiled(**given), by_loops(given))
+        assert torch.equal(compiled(**inputs), by_loops(inputs))
 
 
 def test_tensors_without_numbers_pass_through():
