@@ -86,15 +86,26 @@ REFUSED = {  # words of a command line, and parts of the one sentence that refus
     "optimizer.lr=1": ["unknown key 'optimizer.lr'", "Known in optimizer", "learning_rate"],
     "model=transformer model.state_size=64": ["unknown key 'model.state_size'. Known"],
     "experiment=ablate_writer data=needle": ["unknown key 'data.task.power'. Known in data.task"],
-    "model=gms": ["Could not find 'model/gms' Available options in 'model': baseline"],
-    "model=gsm,bsaeline": ["model=gsm,bsaeline", "add --multirun"],
-    "seed=0,1": ["seed=0,1", "use key=[value1,value2]", "add --multirun"],
+    "model=gms": [
+        "model=gms is not allowed because model has no such variant. Use model= with one of baseline, delta_net"
+    ],
+    "~logger model=gms": ["model=gms is not allowed because model has no such variant"],
+    "model=gsm,bsaeline": [
+        "model=gsm,bsaeline is not allowed because it has a comma. Use -m for one run with each value."
+    ],
+    "seed=0,1": [
+        "seed=0,1 is not allowed",
+        """Use seed=[0,1] for a list, "seed='0,1'" for a text, or -m for one run""",
+    ],
+    "arm=a,b": ["arm=a,b is not allowed because it has a comma. Use arm=[a,b] for a list"],
     "model/retriver=shared_topk": ["Could not override 'model/retriver'"],
     "model=baseline model/writer=gated": ["Could not override 'model/writer'. No match in the defaults list"],
     "model=baseline +model/writer=gated": ["unknown key 'model.writer'", "feed_forward"],
     "benchmark=kernels": ["Could not override 'benchmark'. No match in the defaults list"],
     "model.retriever=shared_topk": ["model/retriever is a group", "Use model/retriever= with one of dense"],
-    "trainer.max_epochs=1": ["use +trainer.max_epochs=1"],
+    "trainer.max_epochs=1": [
+        "trainer.max_epochs=1 is not allowed because no chosen yaml has this key. Use +trainer.max_"
+    ],
     "+experiment=needle": ["Multiple values for experiment"],
     "seed": ["seed is not allowed because it has no value. Use key=value or group=option, such as seed=1."],
     "data.path=/tmp/übung": ["""its value needs quotes of its own. Use "data.path='/tmp/übung'\""""],
@@ -107,10 +118,13 @@ REFUSED = {  # words of a command line, and parts of the one sentence that refus
     "jobs=x": ["jobs is 'x' (str), but takes int"],
     "compile=1": ["compile is 1 (int), but takes bool"],
     "data=folder": ["data.path has no value", "data.path=..."],
-    **{f"{group}=null": [f"{group}=null is not allowed because a group takes"] for group in GROUPS_OF_A_RUN},
-    "logger=null": ["logger=null is not allowed because a group takes a name"],
-    "model=5": ["model=5 is not allowed because a group takes a name. Use model= with one of baseline"],
-    "~model=5": ["~model=5 is not allowed because a group takes a name"],
+    **{
+        f"{group}=null": [f"{group}=null is not allowed because {group} has no such variant"]
+        for group in GROUPS_OF_A_RUN
+    },
+    "logger=null": ["logger=null is not allowed because logger has no such variant"],
+    "model=5": ["model=5 is not allowed because model has no such variant. Use model= with one of baseline"],
+    "~model=5": ["~model=5 is not allowed because model has no such variant"],
     "+logger.wandb.project=mine": ["logger.wandb is not allowed because no chosen yaml has it"],
     "+experiment.x=1": ["unknown key 'experiment'"],
     **{

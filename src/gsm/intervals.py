@@ -61,11 +61,11 @@ class Cell:
 
 
 def over_seeds(values: Iterable[float | None]) -> Cell:
-    """Return the mean and the sample standard deviation of the values that are there."""
-    known = [value for value in values if value is not None]
-    if not known:
+    """Return the mean and the sample standard deviation of the values that are not None."""
+    numbers = [value for value in values if value is not None]
+    if not numbers:
         return Cell()
-    return Cell(len(known), statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)
+    return Cell(len(numbers), statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None)
 
 
 def over_pairs(pairs: Iterable[tuple[float | None, float | None]]) -> Cell:

@@ -1,8 +1,8 @@
 """Misspelt keys and unknown variants become one sentence that names them, before anything is built.
 
 There is no second description of the configuration to keep in step. For a mapping with a ``_target_`` the constructor's
-signature is the schema. For one without, what counts is the same place in a reference, composed from the same group
-choices without experiment and values.
+signature is the schema. For a mapping without a ``_target_``, the schema is the same place in a reference, which is
+composed from the same group choices without experiment and values.
 """
 
 from __future__ import annotations
@@ -122,10 +122,10 @@ def few(items: Sequence[str], between: str = ", ") -> str:
 
 def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """Return every value of nested mappings by the path to it."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in config.items():
-        found |= flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
-    return found
+        values |= flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
+    return values
 
 
 def contrast(there: Mapping[str, Any], here: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
@@ -137,12 +137,12 @@ def contrast(there: Mapping[str, Any], here: Mapping[str, Any], keys: Iterable[s
     ]
 
 
-def unlike(one: Mapping[str, str | int], two: Mapping[str, str | int]) -> list[str]:
+def unlike(there: Mapping[str, str | int], here: Mapping[str, str | int]) -> list[str]:
     """Return the differences of two fingerprints of data: ``the data's tokenizer (1f0c... there, 77ab... here)``."""
     return [
-        f"the data's {key} ({shortened(one.get(key, 'nothing'))} there, {shortened(two.get(key, 'nothing'))} here)"
-        for key in sorted(one.keys() | two.keys())
-        if one.get(key) != two.get(key)
+        f"the data's {key} ({shortened(there.get(key, 'nothing'))} there, {shortened(here.get(key, 'nothing'))} here)"
+        for key in sorted(there.keys() | here.keys())
+        if there.get(key) != here.get(key)
     ]
 
 
@@ -166,12 +166,12 @@ def parameters(target: str) -> dict[str, inspect.Parameter] | None:
     except (NameError, TypeError):
         hints = {}
     try:
-        found = inspect.signature(taker).parameters
+        by_name = inspect.signature(taker).parameters
     except ValueError:  # written in C, without a signature to read
         return None
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.values()):
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in by_name.values()):
         return None
-    return {name: p.replace(annotation=hints.get(name, Any)) for name, p in found.items()}
+    return {name: p.replace(annotation=hints.get(name, Any)) for name, p in by_name.items()}
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -209,7 +209,7 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
 
 def _check_mapping(node: Mapping[str, Any], reference: Any, path: str) -> None:
     """Check the keys of one mapping, then those below."""
-    known = reference if isinstance(reference, Mapping) else {}
+    references = reference if isinstance(reference, Mapping) else {}
     if "_target_" in node:
         _check_arguments(node, path)
     elif isinstance(reference, Mapping):
@@ -223,7 +223,7 @@ def _check_mapping(node: Mapping[str, Any], reference: Any, path: str) -> None:
                 )
     for key, value in node.items():
         if isinstance(value, Mapping):
-            _check_mapping(value, known.get(key), f"{path}.{key}")
+            _check_mapping(value, references.get(key), f"{path}.{key}")
 
 
 def _check_arguments(node: Mapping[str, Any], path: str) -> None:

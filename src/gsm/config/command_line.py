@@ -1,4 +1,4 @@
-"""What the scripts at the root share: arguments checked before Hydra sees them, errors as sentences, not tracebacks."""
+"""The common part of the scripts at the root: a check of the arguments before Hydra, and errors as sentences."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def _keys_of_part(words: Sequence[str], script: str, part: str) -> set[str]:
     default = next(group[part] for group in config["defaults"] if part in group)
     name = next((word.partition("=")[2] for word in reversed(words) if word.startswith(f"{part}=")), default)
     files = [folder / part / f"{name}.yaml" for folder in paths.config_folders()]
-    own = {str(key) for file in files for key in mapping(file)}
-    return {key for key in own - {part, *map(str, config)} if key.isidentifier()}
+    keys = {str(key) for file in files for key in mapping(file)}
+    return {key for key in keys - {part, *map(str, config)} if key.isidentifier()}
 
 
 def run(function: Callable[[dict[str, Any]], object], config: DictConfig) -> None:
@@ -136,10 +136,10 @@ def take_cfg_runs() -> bool:
     """Remove ``--cfg runs`` from the command line, which Hydra does not know; return whether it was there."""
     words = sys.argv
     places = [number for number in range(1, len(words) - 1) if words[number] in ("--cfg", "-c")]
-    found = [number for number in places if words[number + 1] == "runs"]
-    for number in reversed(found):
+    flags = [number for number in places if words[number + 1] == "runs"]
+    for number in reversed(flags):
         del words[number : number + 2]
-    return bool(found)
+    return bool(flags)
 
 
 def sweeping() -> bool:
@@ -150,22 +150,23 @@ def sweeping() -> bool:
 def call(function: Callable[..., object], script: str, arguments: Sequence[str] | None = None) -> None:
     """For scripts without a configuration: calls ``function`` with the ``name=value`` arguments it takes.
 
-    Values are taken literally, so that a prompt may hold any character. Where the function takes any number of words
-    (``*folders``), what is no ``name=value`` is one of them.
+    Values are taken literally, so that a prompt may hold any character. If the function takes any number of words
+    (``*folders``), every word without ``name=`` is one of them.
     """
     terminal.outlive()
-    parsed, others = get_args_parser().parse_known_args(sys.argv[1:] if arguments is None else arguments)
-    given = [_at_home(word) for word in (*parsed.overrides, *others)]
+    parsed, unparsed = get_args_parser().parse_known_args(sys.argv[1:] if arguments is None else arguments)
+    words = [_at_home(word) for word in (*parsed.overrides, *unparsed)]
     _own_configs(parsed.config_dir)
     taken = inspect.signature(function, eval_str=True).parameters
     several = [name for name, parameter in taken.items() if parameter.kind is inspect.Parameter.VAR_POSITIONAL]
-    if not given or parsed.help:
+    if not words or parsed.help:
         usage = " ".join([paths.called(script), *(f"{name} ..." for name in several), "name=value ..."])
         print(f"{usage}\n\n{_described(function.__doc__ or '', taken)}")
         return
-    words = [word for word in given if several and not NAMED.match(word)]
+    unnamed = [word for word in words if several and not NAMED.match(word)]
     with errors_as_sentences():
-        function(*words, **read_arguments([word for word in given if word not in words], function, script, several))
+        named = [word for word in words if word not in unnamed]
+        function(*unnamed, **read_arguments(named, function, script, several))
 
 
 def _described(text: str, taken: Mapping[str, inspect.Parameter]) -> str:
@@ -189,27 +190,27 @@ def _own_configs(folder: str | None) -> None:
     path = Path(paths.at_home(folder)).resolve()
     if not path.is_dir():
         raise SystemExit(f"error: --config-dir is '{folder}', but there is no such folder")
-    others = [name for name in os.environ.get("GSM_CONFIGS", "").split(os.pathsep) if name]
-    os.environ["GSM_CONFIGS"] = os.pathsep.join(dict.fromkeys([str(path), *others]))
+    earlier = [name for name in os.environ.get("GSM_CONFIGS", "").split(os.pathsep) if name]
+    os.environ["GSM_CONFIGS"] = os.pathsep.join(dict.fromkeys([str(path), *earlier]))
 
 
 def read_arguments(
-    given: Sequence[str], function: Callable[..., object], script: str, without: Collection[str] = ()
+    words: Sequence[str], function: Callable[..., object], script: str, without: Collection[str] = ()
 ) -> dict[str, Any]:
-    """``name=value`` words as the arguments that a function takes, each of the type that its parameter has.
+    """Return ``name=value`` words as arguments of a function, each with the type of its parameter.
 
     Args:
-        given: the words.
-        function: what takes them.
-        script: what errors call it.
-        without: parameters that are not given as words.
+        words: the words.
+        function: the function that takes them.
+        script: its name in errors.
+        without: parameters that no word sets.
 
-    Raises ConfigError for what the function does not take, or has to be given.
+    Raises ConfigError for an argument that the function does not take, and for a missing one.
     """
     taken = inspect.signature(function, eval_str=True).parameters
     taken = {name: parameter for name, parameter in taken.items() if name not in without}
     values: dict[str, Any] = {}
-    for argument in given:
+    for argument in words:
         check_readable(argument)
         name, equals, text = argument.partition("=")
         if not equals:
@@ -242,14 +243,14 @@ def whole_numbers(text: str) -> list[int]:
     """`256,512`, or a range `first:last` or `first:last:step`, ascending. Raises ValueError for anything else."""
     if ":" in text:
         first, last, *steps = [int(word) for word in text.strip("[]").split(":")]
-        found = list(range(first, last + 1, (steps or [first])[0]))
-        if len(steps) > 1 or found[-1:] != [last]:
+        numbers = list(range(first, last + 1, (steps or [first])[0]))
+        if len(steps) > 1 or numbers[-1:] != [last]:
             raise ValueError(text)
     else:
-        found = sorted({int(word) for word in listed(text)})
-    if min(found, default=1) < 1:
+        numbers = sorted({int(word) for word in listed(text)})
+    if min(numbers, default=1) < 1:
         raise ValueError(text)
-    return found
+    return numbers
 
 
 KINDS: dict[Any, tuple[Callable[[str], Any], str]] = {  # by annotation: how a word is read, and what it has to be
@@ -267,7 +268,7 @@ def again() -> str:
         return "the same call of train"
     words = [word for word in sys.argv[1:] if word != "resume=never"]
     words = [word for word in words if word != searchpath_word(paths.config_folders()[1:])]
-    program = [_found("python"), path_text(sys.argv[0])] if paths.in_clone() else [_found("gsm-train")]
+    program = [_program("python"), path_text(sys.argv[0])] if paths.in_clone() else [_program("gsm-train")]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         program = ["torchrun", "...", path_text(sys.argv[0])]
     return shlex.join([*program, *words])
@@ -280,7 +281,7 @@ def typed(program: str, *words: str) -> str:
         program: one of the environment's, ``python`` or ``tensorboard``.
         words: what follows it; those that a shell would take apart get quotes.
     """
-    return shlex.join([_found(program), *words])
+    return shlex.join([_program(program), *words])
 
 
 def command(name: str, *words: str) -> str:
@@ -296,16 +297,17 @@ def path_text(path: str | os.PathLike[str]) -> str:
     return str(path) if relative.startswith("..") else relative
 
 
-def _found(program: str) -> str:
-    own = Path(sys.executable).parent / program
-    return program if shutil.which(program) == str(own) else path_text(own)
+def _program(program: str) -> str:
+    """Return a program's name if the shell finds this environment's, else its path."""
+    path = Path(sys.executable).parent / program
+    return program if shutil.which(program) == str(path) else path_text(path)
 
 
 @contextlib.contextmanager
 def errors_as_sentences() -> Iterator[None]:
-    """Leave the process with the message alone where the user can put right what went wrong.
+    """Exit with only the message of an error that the user can correct.
 
-    Of several ranks, which all meet it, the one that leads says it.
+    All ranks meet the error; the leading rank prints it.
     """
     try:
         yield
@@ -316,12 +318,14 @@ def errors_as_sentences() -> Iterator[None]:
             raise
         raise SystemExit(f"error: {refusal(error)}") from error
     except (MemoryError, RuntimeError) as error:
-        from gsm.costs.room import out_of_memory  # with PyTorch, for which no misspelt word has to wait
+        from gsm.costs.room import out_of_memory  # imports PyTorch, too slow for the error of a misspelt word
 
         if not out_of_memory(error):
             raise
-        said = " ".join(str(error).split()).partition(". ")[0]
-        raise SystemExit(f"error: out of memory ({said}): take a smaller data.batch_size, context or size=") from error
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        raise SystemExit(
+            f"error: out of memory ({reason}): take a smaller data.batch_size, context or size="
+        ) from error
     except KeyboardInterrupt as error:
         print("\ninterrupted", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from error
@@ -344,7 +348,7 @@ def _say(script: str, kind: type[BaseException], error: BaseException, trace: Tr
 
 
 def _say_in_thread(args: threading.ExceptHookArgs) -> None:
-    """TensorBoard's thread hands what stops it to the main thread, which says it."""
+    """Print no OSError of a thread: TensorBoard's thread passes it to the main thread, which prints it."""
     if not isinstance(args.exc_value, OSError):
         threading.__excepthook__(args)
 

@@ -1,4 +1,4 @@
-"""Configurations composed from Python, and those of the command line checked: what is wrong becomes one sentence."""
+"""Compose configurations from Python, and check those of the command line: an error becomes one sentence."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from gsm.config.trust import vetted
 from gsm.files import refuse_pipes
 from gsm.models.schedule import local_reach
 
-# What the gap of a task may lie beyond, in place of a number: what is carried without a bank by GSM, by GSM with the
-# writer `delta`, whose state carries more, and by GSM and the baseline alike.
+# Words for the gap of a task: longer than GSM carries anything without a bank, than GSM with the writer `delta` does
+# (its state carries more), or than both GSM and the baseline do.
 REACHES = ("beyond_gsm", "beyond_delta", "beyond_baseline")
 NEEDED = ("model", "size", "data", "optimizer", "recipe", "trainer")  # groups that every run has a variant of
 SEARCH = "hydra.searchpath="
@@ -45,9 +45,9 @@ def compose(overrides: Iterable[str] = (), directories: Sequence[Path] = (), scr
     """Return the configuration of ``python train.py``, resolved, as plain containers.
 
     Args:
-        overrides: what would stand on the command line: ``["model=baseline", "size=tiny", "model.state_size=64"]``.
-        directories: folders of yaml files besides ``configs/`` and those that GSM_CONFIGS names.
-        script: whose configuration; it is the name of its yaml in ``configs/``.
+        overrides: words as on the command line: ``["model=baseline", "size=tiny", "model.state_size=64"]``.
+        directories: folders of yaml files in addition to ``configs/`` and the folders in GSM_CONFIGS.
+        script: name of the script's yaml in ``configs/``.
 
     Raises:
         ConfigError: an unknown key or variant, or a value that does not fit.
@@ -70,11 +70,11 @@ def finish(config: DictConfig, folders: Sequence[Path], script: str = "train") -
     job = HydraConfig.get()
     choices = {group: choice for group, choice in job.runtime.choices.items() if not group.startswith("hydra/")}
     groups = groups_of(folders)
-    for one in parse(job.overrides.task):
-        if "." in one.key_or_group and (group := one.key_or_group.replace(".", "/")) in groups:
+    for override in parse(job.overrides.task):
+        if "." in override.key_or_group and (group := override.key_or_group.replace(".", "/")) in groups:
             variants = ", ".join(sorted(groups[group]))
             raise ConfigError(
-                f"{one.input_line} is not allowed because {group} is a group. Use {group}= with one of {variants}."
+                f"{override.input_line} is not allowed because {group} is a group. Use {group}= with one of {variants}."
             )
     for group in NEEDED if script == "train" else ():
         if config.get(group) is None:
@@ -132,8 +132,8 @@ def _job_folders() -> list[Path]:
 
 
 def _folders_of(job: HydraConf) -> list[Path]:
-    found = [Path(one.path) for one in job.runtime.config_sources if one.schema == "file"]
-    return list(dict.fromkeys([paths.configs(), *found]))
+    folders = [Path(source.path) for source in job.runtime.config_sources if source.schema == "file"]
+    return list(dict.fromkeys([paths.configs(), *folders]))
 
 
 def searchpath_word(directories: Sequence[Path]) -> str:
@@ -155,8 +155,8 @@ def quoted(value: Any) -> str:
 def explain(error: BaseException, overrides: Sequence[str], folders: Sequence[Path], script: str) -> str | None:
     """Return one sentence for an error of Hydra's composition; None for an error that is not Hydra's.
 
-    An unknown key is forced in, so that `check` refuses it with the names of the keys that there are. Any other error
-    has Hydra's own words.
+    An unknown key is forced in, so that `check` refuses it with the names of the known keys. Errors without a sentence
+    here have Hydra's own words.
 
     Args:
         error: raised while Hydra composed.
@@ -167,8 +167,8 @@ def explain(error: BaseException, overrides: Sequence[str], folders: Sequence[Pa
     if isinstance(error, ConfigError) or str(error).startswith("Invalid defaults list"):
         return str(error)
     text, groups = " ".join(str(error).partition("Config search path:")[0].split()), groups_of(folders)
-    if text.startswith(("Config group override must be", "Config group override deletion value")):
-        return _no_name(overrides, groups) or text
+    if re.match(r"Config group override (must be|deletion value)|(In '\w+': )?Could not find '", text):
+        return _no_variant(overrides, groups) or text
     if not isinstance(error, HydraException):
         is_of_yaml = isinstance(error, YAMLError | UnicodeDecodeError | OSError | RecursionError)
         return "; ".join(unreadable(folders)) or None if is_of_yaml else None
@@ -188,17 +188,33 @@ def explain(error: BaseException, overrides: Sequence[str], folders: Sequence[Pa
             return str(refusal)
         except COMPOSING:
             pass
-    return text
+    return _absent_key(text) or _comma(text, groups) or text
 
 
-def _no_name(overrides: Sequence[str], groups: Mapping[str, set[str]]) -> str:
-    """Return the sentence that refuses a value of a group which is no name of a variant; empty without one."""
+def _no_variant(overrides: Sequence[str], groups: Mapping[str, set[str]]) -> str:
+    """Return the sentence that refuses a value of a group without such a variant; empty if there is none."""
     for word in overrides:
-        group, _, value = word.lstrip("+~").partition("=")
-        if group in groups and (value == "null" or not PLAIN.fullmatch(value)):
+        group, equals, value = word.lstrip("+~").partition("=")
+        if equals and group in groups and value.strip("'\"") not in groups[group]:
             variants = ", ".join(sorted(groups[group]))
-            return f"{word} is not allowed because a group takes a name. Use {group}= with one of {variants}."
+            return f"{word} is not allowed because {group} has no such variant. Use {group}= with one of {variants}."
     return ""
+
+
+def _absent_key(text: str) -> str:
+    """Return the sentence for a key that a constructor takes and no chosen yaml has; empty for other errors."""
+    match = re.match(r"Could not override '[^'/]*'\. To append to your config use \+(.*)", text)
+    return f"{match[1]} is not allowed because no chosen yaml has this key. Use +{match[1]} to add it." if match else ""
+
+
+def _comma(text: str, groups: Mapping[str, set[str]]) -> str:
+    """Return the sentence for a value with commas outside of a sweep; empty for other errors."""
+    match = re.match(r"Ambiguous value for argument '(.*)' 1\. To use it as a list", text)
+    if not match:
+        return ""
+    key, _, value = match[1].partition("=")
+    other = "" if key in groups else f"{key}=[{value}] for a list, \"{key}='{value}'\" for a text, or "
+    return f"{match[1]} is not allowed because it has a comma. Use {other}-m for one run with each value."
 
 
 def _unreadable(override: str) -> str:
@@ -233,14 +249,18 @@ def _hydra(overrides: Sequence[str], folders: Sequence[Path], script: str) -> Di
     Hydra reads some thirty files for the variants that are chosen, so each choice is composed once. Values are then set
     in a copy of it, by Hydra's own function.
     """
-    read, groups = OverridesParser.create().parse_overrides(list(overrides)), groups_of(folders)
-    values = [one for one in read if not (one.key_or_group in groups or one.is_hydra_override() or one.package)]
-    if any(one.is_sweep_override() for one in values):
+    parsed, groups = OverridesParser.create().parse_overrides(list(overrides)), groups_of(folders)
+    values = [
+        override
+        for override in parsed
+        if not (override.key_or_group in groups or override.is_hydra_override() or override.package)
+    ]
+    if any(override.is_sweep_override() for override in values):
         values = []  # Hydra refuses them
-    choices = tuple(str(one.input_line) for one in read if one not in values)
+    choices = tuple(str(override.input_line) for override in parsed if override not in values)
     composed = copy.deepcopy(_composed(choices, tuple(folders), paths.stamp(folders), script, os.getcwd()))
     ConfigLoaderImpl._apply_overrides_to_config(values, composed)
-    composed.hydra.overrides.task = [one.input_line for one in read if not one.is_hydra_override()]
+    composed.hydra.overrides.task = [override.input_line for override in parsed if not override.is_hydra_override()]
     return composed
 
 
@@ -249,15 +269,15 @@ def _composed(choices: tuple[str, ...], folders: tuple[Path, ...], stamp: float,
     """Compose the variants that are chosen; again when a yaml has changed. Restore the global state of Hydra."""
     register_resolvers()
     refuse_pipes(*{file.parent for folder in folders[1:] for file in folder.rglob("*.yaml")})
-    own = [searchpath_word(folders[1:])] if folders[1:] else []
+    search = [searchpath_word(folders[1:])] if folders[1:] else []
     main = GlobalHydra.instance()
     before = main.hydra
     main.clear()  # inside a job Hydra is at work already, and there is only one
     try:
         with hydra.initialize_config_dir(str(paths.configs()), job_name=script, version_base="1.3"):
-            return hydra.compose(script, [*choices, *own], return_hydra_config=True)
+            return hydra.compose(script, [*choices, *search], return_hydra_config=True)
     finally:
-        GlobalHydra.set_instance(main)  # what initialize_config_dir leaves in its place is an empty copy
+        GlobalHydra.set_instance(main)  # initialize_config_dir leaves an empty copy in its place
         main.hydra = before
 
 
@@ -265,10 +285,10 @@ def register_resolvers() -> None:
     """Register the functions that yaml files may call.
 
     * ``${root:}``: the folder of the repository, or the current one where there is none;
-    * ``${named:experiment}``, ``${named:arm}``: what these are called by default, see ``gsm.config.naming``;
+    * ``${named:experiment}``, ``${named:arm}``: their default names, see ``gsm.config.naming``;
     * ``${variants:group,first,without,...}``: arms of an experiment, one for each variant of a group, so that a new
       yaml is one more arm; the first one named leads, the others named are left out;
-    * ``${options:script}``: what can be chosen, for ``--help``.
+    * ``${options:script}``: the list of choices in ``--help``.
     """
     OmegaConf.register_new_resolver("root", lambda: str(paths.runs_home()), replace=True)
     OmegaConf.register_new_resolver("home", paths.at_home, replace=True)
@@ -298,13 +318,13 @@ def _gap(word: str, size: Mapping[str, Any], model: Mapping[str, Any]) -> int:
     if word not in REACHES:
         raise ConfigError(f"data.task.gap is '{word}', but takes a number of tokens, or one of {', '.join(REACHES)}")
     entries = model.get("state_size") or size["window"] + size["top_k"]
-    own = (model.get("state_reader") or {}).get("window", 1)  # of each layer of GSM's decoder, beside the state
+    window = (model.get("state_reader") or {}).get("window", 1)  # of each layer of GSM's decoder, beside the state
     return local_reach(
         encoder_layers=size["encoder_layers"],
         decoder_layers=size["decoder_layers"] if word == "beyond_baseline" else 0,
         window=size["window"],
         state_size=entries,
-        reach=(entries - 1 if word == "beyond_delta" else 0) + size["decoder_layers"] * (own - 1),
+        reach=(entries - 1 if word == "beyond_delta" else 0) + size["decoder_layers"] * (window - 1),
     )
 
 
@@ -320,11 +340,11 @@ def _named(what: str, _root_: DictConfig) -> str:
 
 
 def _variants(group: str, first: str, *without: str, _root_: DictConfig) -> dict[str, list[str]]:
-    known = groups_of(_folders_of(_root_.get("hydra") or HydraConfig.get())).get(group, set())
+    names = groups_of(_folders_of(_root_.get("hydra") or HydraConfig.get())).get(group, set())
     for name in (first, *without):
-        if name not in known:
-            raise unknown("variant", name, known, f"the group '{group}'")
-    return {name: [f"{group}={name}"] for name in [first, *sorted(known - {first, *without})]}
+        if name not in names:
+            raise unknown("variant", name, names, f"the group '{group}'")
+    return {name: [f"{group}={name}"] for name in [first, *sorted(names - {first, *without})]}
 
 
 def _options(script: str) -> str:

@@ -93,7 +93,7 @@ def build_model(
     Raises:
         ConfigError: an unknown name or key, or a value that the model refuses.
     """
-    # An arm is given because a model has no name of a run.
+    # The arm is set because a model has no name of a run.
     config = compose([f"model={name}", f"size={size}", "arm=model", *overrides], directories)
     return instantiate_model(config, seed)
 
@@ -147,18 +147,18 @@ def model_of(
 def _changed(node: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return the configuration of a model with other values. Raises ConfigError."""
     node = copy.deepcopy(node)
-    for one in parse(overrides):
-        *above, last = one.key_or_group.split(".")
+    for override in parse(overrides):
+        *above, last = override.key_or_group.split(".")
         place: Any = node if above[:1] == ["model"] else None
         for key in above[1:]:
             place = place.get(key) if isinstance(place, dict) else None
         takes = isinstance(place, dict) and last in place and not last.startswith("_")
-        if not takes or one.is_delete() or one.is_sweep_override():
+        if not takes or override.is_delete() or override.is_sweep_override():
             raise ConfigError(
-                f"a checkpoint cannot be changed by '{one.input_line}': give a value that its model has, such as "
+                f"a checkpoint cannot be changed by '{override.input_line}': give a value that its model has, such as "
                 f"model.{next(key for key, value in node.items() if key[:1] != '_' and not isinstance(value, dict))}="
             )
-        place[last] = one.value()
+        place[last] = override.value()
     return node
 
 
@@ -186,11 +186,11 @@ def vetted_node(
 
 def misfits(model: LanguageModel, checkpoint: Mapping[str, Any]) -> list[str]:
     """Return the parameters that a model and a checkpoint do not share, or that differ in shape."""
-    there, here = _weights(checkpoint), model.state_dict()
-    return sorted(there.keys() ^ here.keys()) or [
-        f"{name} {tuple(there[name].shape)} for {tuple(own.shape)}"
-        for name, own in here.items()
-        if there[name].shape != own.shape
+    weights, expected = _weights(checkpoint), model.state_dict()
+    return sorted(weights.keys() ^ expected.keys()) or [
+        f"{name} {tuple(weights[name].shape)} for {tuple(parameter.shape)}"
+        for name, parameter in expected.items()
+        if weights[name].shape != parameter.shape
     ]
 
 
@@ -382,8 +382,8 @@ def instantiate_data(node: Mapping[str, Any], tokenizer: Tokenizer | None) -> An
     node = {key: value for key, value in node.items() if key not in older}
     if "tokenizer" not in node or tokenizer is None:
         return instantiate(node, "data")
-    others = {key: value for key, value in node.items() if key not in ("tokenizer", "end_of_text")}
-    return construct(instantiate({**others, "_partial_": True}, "data"), "data", tokenizer=tokenizer)
+    values = {key: value for key, value in node.items() if key not in ("tokenizer", "end_of_text")}
+    return construct(instantiate({**values, "_partial_": True}, "data"), "data", tokenizer=tokenizer)
 
 
 def construct(make: Callable[..., Any], place: str, **arguments: Any) -> Any:
@@ -391,7 +391,7 @@ def construct(make: Callable[..., Any], place: str, **arguments: Any) -> Any:
     try:
         with refusals(place):
             return make(**arguments)
-    except TypeError as error:  # of the values that it was given before, or of their number
+    except TypeError as error:  # from a value of the yaml, or from their number
         raise ConfigError(f"{place}: {error}") from error
 
 

@@ -37,8 +37,9 @@ def name(first: str, overrides: tuple[str, ...], divided: bool = False) -> str:
         divided: whether ``global_batch`` sets the sequences of a step. Then devices and batches do not enter.
     """
     parser = OverridesParser.create()
-    entering = {_key(one): one for one in map(parser.parse_override, overrides) if _enters(one, first, divided)}
-    return _joined([first, *(_word(key, _value(entering[key])) for key in sorted(entering, key=_place))])
+    parsed = [parser.parse_override(word) for word in overrides]
+    by_key = {_key(override): override for override in parsed if _enters(override, first, divided)}
+    return _joined([first, *(_word(key, _value(by_key[key])) for key in sorted(by_key, key=_place))])
 
 
 def label(values: Mapping[str, Any]) -> str:
@@ -46,20 +47,20 @@ def label(values: Mapping[str, Any]) -> str:
     return _joined([_word(key, value) for key, value in values.items()])
 
 
-def _enters(one: Override, first: str, divided: bool) -> bool:
+def _enters(override: Override, first: str, divided: bool) -> bool:
     """Return whether an override may change training. A sweep does not: each of its jobs has its own name."""
-    head, *rest = key = re.split(r"[./]", one.key_or_group)
-    if one.is_sweep_override() or (key == ["model"] and one.value() == first):
+    head, *rest = key = re.split(r"[./]", override.key_or_group)
+    if override.is_sweep_override() or (key == ["model"] and override.value() == first):
         return False
     if head == "runs":
-        return _value(one) is not None and "evaluate" not in rest
+        return _value(override) is not None and "evaluate" not in rest
     if head in ("recipe", "start_from", "start_fresh"):
         return True
     return head != "seed" and decides(".".join(key), divided=divided and head != "global_batch")
 
 
-def _key(one: Override) -> str:
-    return f"{one.key_or_group}@{one.package}" if one.package else one.key_or_group
+def _key(override: Override) -> str:
+    return f"{override.key_or_group}@{override.package}" if override.package else override.key_or_group
 
 
 def _place(key: str) -> tuple[bool, bool, bool, str]:
@@ -68,9 +69,9 @@ def _place(key: str) -> tuple[bool, bool, bool, str]:
     return is_value, not key.startswith("model"), key != "start_from", key
 
 
-def _value(one: Override) -> Any:
+def _value(override: Override) -> Any:
     """Return the value; None for a key that is deleted."""
-    return None if one.is_delete() else one.value()
+    return None if override.is_delete() else override.value()
 
 
 def _word(key: str, value: Any) -> str:

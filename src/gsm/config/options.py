@@ -1,4 +1,5 @@
-"""What can be chosen, for ``--help`` and the documentation: every option, with what its yaml opens with."""
+"""The choices of the command line, for ``--help`` and the documentation: every option, with the first comment of its
+yaml."""
 
 from __future__ import annotations
 
@@ -25,13 +26,13 @@ HIDDEN = "_"  # begins the name of a yaml that others are made of, or that a pro
 
 def groups_of(folders: Sequence[Path]) -> dict[str, set[str]]:
     """Return every group with its options: the folders below those of yamls, and the files in them."""
-    found: dict[str, set[str]] = {}
+    groups: dict[str, set[str]] = {}
     for folder in folders:
         for file in paths.yamls(folder):
             group = file.parent.relative_to(folder).as_posix()
             if group.split("/")[0] not in (".", "hydra"):
-                found.setdefault(group, set()).add(file.stem)
-    return found
+                groups.setdefault(group, set()).add(file.stem)
+    return groups
 
 
 def scripts_of(group: str) -> list[str]:
@@ -47,15 +48,15 @@ def _taken(folder: Path) -> dict[str, set[str]]:
 
 def parts(file: Path) -> set[str]:
     """Return the groups in a yaml's list of defaults, and in those of the yamls beside it that it builds on."""
-    waiting, found = [file], set[str]()
-    for one in waiting:  # grows
-        defaults = mapping(one).get("defaults")
+    files, groups = [file], set[str]()
+    for yaml_file in files:  # grows
+        defaults = mapping(yaml_file).get("defaults")
         for line in defaults if isinstance(defaults, list) else ():
             if isinstance(line, Mapping):
-                found |= {str(key) for key in line}
-            elif (base := file.with_name(f"{line}.yaml")) not in waiting:
-                waiting.append(base)
-    return found
+                groups |= {str(key) for key in line}
+            elif (base := file.with_name(f"{line}.yaml")) not in files:
+                files.append(base)
+    return groups
 
 
 def content(file: Path) -> Any:
@@ -85,8 +86,8 @@ def saved(file: Path) -> Any:
 
 def mapping(file: Path) -> Mapping[str, Any]:
     """Return the content of a yaml of keys; empty for any other."""
-    found = content(file)
-    return found if isinstance(found, Mapping) else {}
+    keys = content(file)
+    return keys if isinstance(keys, Mapping) else {}
 
 
 def unreadable(folders: Sequence[Path]) -> list[str]:
@@ -107,9 +108,9 @@ def reference(script: str, folders: Sequence[Path]) -> dict[str, Any]:
 
     A value is one of them, unresolved.
     """
-    own = paths.configs() / f"{script}.yaml"
-    keys = {key: value for key, value in mapping(own).items() if key not in ("defaults", "hydra")}
-    for group in parts(own) - {"experiment"}:
+    script_yaml = paths.configs() / f"{script}.yaml"
+    keys = {key: value for key, value in mapping(script_yaml).items() if key not in ("defaults", "hydra")}
+    for group in parts(script_yaml) - {"experiment"}:
         if not group.startswith("override "):
             files = [file for folder in folders for file in sorted((folder / group).glob("*.yaml"))]
             keys[group] = functools.reduce(_merged, map(mapping, files), {})
@@ -139,8 +140,8 @@ def listing(script: str, folders: Sequence[Path], chosen: Mapping[str, str | Non
         for name in shown:
             begin = f"{'*' if chosen.get(group) == name else ' '} {name:<{width}}  "
             file = next(file for folder in reversed(folders) if (file := folder / group / f"{name}.yaml").is_file())
-            said = _short(opening(file.read_text(encoding="utf-8", errors="replace")))
-            lines += textwrap.wrap(begin + said, WIDTH, subsequent_indent=" " * len(begin), break_on_hyphens=False)
+            sentence = _short(opening(file.read_text(encoding="utf-8", errors="replace")))
+            lines += textwrap.wrap(begin + sentence, WIDTH, subsequent_indent=" " * len(begin), break_on_hyphens=False)
     return "\n".join(lines[1:])
 
 

@@ -69,6 +69,6 @@ def last_states(model: LanguageModel, words: list[Word], steps: bool) -> Tensor:
 
 def table(facts: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Return groups by lengths, in percent, as lines: how often the last state of a word is known."""
-    lengths = sorted({length for found in facts.values() for length in found}, key=int)
-    rows = [[name, *(f"{100 * found[length]:.1f}" for length in lengths)] for name, found in facts.items()]
+    lengths = sorted({length for shares in facts.values() for length in shares}, key=int)
+    rows = [[name, *(f"{100 * shares[length]:.1f}" for length in lengths)] for name, shares in facts.items()]
     return grid_lines([["last state known, %", *(f"{length} letters" for length in lengths)], *rows])
