@@ -57,7 +57,7 @@ def test_layers_repeat_over_the_depth():
 
 
 @pytest.mark.parametrize(
-    ("layers", "said"),
+    ("layers", "message"),
     [
         (["windw"], r"layers=\['windw'\] .* must name mixers. Use some of all, window"),
         ([], r"layers=\[\] .* must name mixers"),
@@ -65,8 +65,8 @@ def test_layers_repeat_over_the_depth():
         (["all", "window"] * 5, "it lists 10 mixers for 8 layers"),
     ],
 )
-def test_unknown_and_unused_mixers_are_named(layers, said):
-    with pytest.raises(ValueError, match=said):
+def test_unknown_and_unused_mixers_are_named(layers, message):
+    with pytest.raises(ValueError, match=message):
         DecoderOnly(GEOMETRY, mixers=MIXERS, layers=layers)
 
 
@@ -183,9 +183,9 @@ def test_a_cache_grows_by_its_heads_and_a_window_does_not():
         model = build(case)
         sizes[case] = [model.start(1, capacity=n).breakdown() for n in (39, 79)]
     entry = 2 * GEOMETRY.entry_dim * 8  # one key and one value head in float64
-    assert [one["decoder_cache"] for one in sizes["transformer"]] == [GEOMETRY.depth * n * entry for n in (40, 80)]
-    assert [one["decoder_window"] for one in sizes["sliding_window"]] == [GEOMETRY.depth * W * entry] * 2
-    assert [one["decoder_cache"] for one in sizes["yoco"]] == [n * entry for n in (40, 80)], "cached once"
+    assert [size["decoder_cache"] for size in sizes["transformer"]] == [GEOMETRY.depth * n * entry for n in (40, 80)]
+    assert [size["decoder_window"] for size in sizes["sliding_window"]] == [GEOMETRY.depth * W * entry] * 2
+    assert [size["decoder_cache"] for size in sizes["yoco"]] == [n * entry for n in (40, 80)], "cached once"
     assert sizes["yoco"][0]["encoder_window"] == GEOMETRY.encoder_layers * W * entry
 
 
@@ -194,13 +194,13 @@ def test_a_decoded_token_does_not_depend_on_the_room_of_its_memory():
     """The loops read only filled slots: a larger capacity, or a growing memory, changes no bit."""
     pytest.importorskip("numba")
     model = DecoderOnly(replace(GEOMETRY, entry_dim=16), mixers=MIXERS, layers=["window", "all"], residual=Plain)
-    found = []
+    logits = []
     for memory in (model.float().start(2), model.start(2, capacity=50), model.start(2, capacity=500)):
         filled = model.prefill(TOKENS[:, :-1], memory).memory
         with listening() as heard:
-            found.append(model(TOKENS[:, -1:], memory=filled).logits)
+            logits.append(model(TOKENS[:, -1:], memory=filled).logits)
         assert heard.count(("attend_range", "numba")) == GEOMETRY.depth
-    assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
+    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[1], logits[2])
 
 
 @pytest.mark.parametrize("name", variants("model/mixer"))
@@ -225,8 +225,8 @@ def test_matching_takes_the_first_heads_whose_rank_fits():
         return sum(p.numel() for p in model.parameters())
 
     for heads, rank in ((4, 7), (2, 5)):
-        found = match(GEOMETRY, [heads], make, lambda h=heads, r=rank: make(h, r))
-        assert found == (heads, rank, 0)
+        result = match(GEOMETRY, [heads], make, lambda h=heads, r=rank: make(h, r))
+        assert result == (heads, rank, 0)
     poor = match(GEOMETRY, head_counts(4), make, lambda: make(4, 2))  # rank 2 is below half of the geometry's 6
     assert poor.heads < 4 and poor.rank >= 3
     tiny = match(GEOMETRY, head_counts(4), make, lambda: make(1, 1))
@@ -248,8 +248,8 @@ def test_a_key_head_serves_at_least_four_query_heads_and_divides_them(heads, sha
 
 
 def test_a_rank_given_by_hand_is_compared_too():
-    said = plain(["all"], heads=4, query_rank=40).parameter_note
-    assert said.startswith("4 heads, query rank 40; ") and said.endswith("more than the baseline")
+    note = plain(["all"], heads=4, query_rank=40).parameter_note
+    assert note.startswith("4 heads, query rank 40; ") and note.endswith("more than the baseline")
 
 
 class Averaged(torch.nn.Module):

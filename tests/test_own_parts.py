@@ -62,7 +62,7 @@ WORDS += " trainer.val_check_interval=4 +callbacks.pictures.sequences=2"
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of yaml files of one's own, and what they name."""
+    """A folder with a user's yaml files, beside the module that they name."""
     (tmp_path / "own_parts.py").write_text(PLAIN)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "configs/data").mkdir(parents=True)
@@ -85,20 +85,20 @@ def test_a_plain_lightning_data_module_trains_and_a_metric_of_ones_own_is_in_eve
     assert [point.step for point in events.Scalars("val/loss")] == [4, 6]
     assert gsm.load_model(folder, directories=[mine]).vocabulary == 64
     monkeypatch.setenv("GSM_CONFIGS", str(mine))
-    found = HeldOut(str(folder)).evaluate()[0]
-    assert found["text"]["targets"] == 16 * 23 and found["split_sequences"] == 16
-    assert found["text"]["loss"] == pytest.approx(facts["val_loss"], rel=1e-5)
+    result = HeldOut(str(folder)).evaluate()[0]
+    assert result["text"]["targets"] == 16 * 23 and result["split_sequences"] == 16
+    assert result["text"]["loss"] == pytest.approx(facts["val_loss"], rel=1e-5)
     with pytest.raises(ConfigError, match="context=8 is not allowed because .* has no context"):
         HeldOut(str(folder), context=8).evaluate()
 
 
-def test_what_is_no_data_module_is_named():
+def test_a_class_that_is_no_data_module_is_named():
     with pytest.raises(ValueError, match="data=list is not allowed because it is no LightningDataModule"):
         with_defaults([])
 
 
 class Numbers(DataModule):
-    """Batches by number, which go on where training stands."""
+    """Batches by number, from the first one that training has not done."""
 
     context, batch_size = 16, 4
 
@@ -109,7 +109,7 @@ class Numbers(DataModule):
         return Batches(self, lambda: iter([np.arange(4)]), 1)  # pyright: ignore[reportArgumentType]
 
     def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
-        rows = [torch.randint(257, (16,), generator=torch.Generator().manual_seed(int(one))) for one in indices]
+        rows = [torch.randint(257, (16,), generator=torch.Generator().manual_seed(int(index))) for index in indices]
         token_BT = torch.stack(rows)
         return {"tokens": token_BT, "targets": next_tokens(token_BT), "documents": torch.zeros_like(token_BT)}
 
@@ -147,7 +147,7 @@ def test_targets_are_the_next_tokens_of_the_same_document():
 def batches(count: int) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(SHALLOW.vocabulary, (2, 20), generator=generator) for _ in range(count)]
-    return [{"tokens": one, "targets": next_tokens(one)} for one in ids]
+    return [{"tokens": token_BT, "targets": next_tokens(token_BT)} for token_BT in ids]
 
 
 def fitted(task: lightning.LightningModule, folder: Path, *validation: DataLoader) -> None:
@@ -159,17 +159,17 @@ def fitted(task: lightning.LightningModule, folder: Path, *validation: DataLoade
     trainer.fit(task, DataLoader(batches(4), batch_size=None), *validation)  # pyright: ignore[reportArgumentType]
 
 
-def test_a_loop_of_ones_own_does_what_ours_does(tmp_path: Path):
-    """Cross-entropy and the model's own losses are added; the indexer, whose loss is another, is clipped apart."""
+def test_a_users_loop_trains_as_the_lightning_module_does(tmp_path: Path):
+    """The loop adds the model's losses to the cross-entropy, and clips the indexer's gradients separately."""
     settings = AdamW(learning_rate=3e-3, warmup_steps=0, final_fraction=1.0, weight_decay=0.1)
-    ours = build("gsm-retriever=separate_indexer", geometry=SHALLOW).float().train()
-    own = build("gsm-retriever=separate_indexer", geometry=SHALLOW).float().train()
-    own.load_state_dict(ours.state_dict())
-    fitted(LanguageModeling(ours, settings), tmp_path, DataLoader(batches(1), batch_size=None))  # pyright: ignore
+    expected = build("gsm-retriever=separate_indexer", geometry=SHALLOW).float().train()
+    model = build("gsm-retriever=separate_indexer", geometry=SHALLOW).float().train()
+    model.load_state_dict(expected.state_dict())
+    fitted(LanguageModeling(expected, settings), tmp_path, DataLoader(batches(1), batch_size=None))  # pyright: ignore
 
-    optimizer = settings.build(own.parameter_groups())
+    optimizer = settings.build(model.parameter_groups())
     for batch in batches(4):
-        out = own(batch["tokens"], targets=batch["targets"])
+        out = model(batch["tokens"], targets=batch["targets"])
         assert out.losses, "a model with an indexer has a loss for it"
         (out.loss + sum(out.losses.values())).backward()
         for indexer in (False, True):
@@ -177,12 +177,12 @@ def test_a_loop_of_ones_own_does_what_ours_does(tmp_path: Path):
             nn.utils.clip_grad_norm_([p for g in groups for p in g["params"]], 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    for name, value in ours.state_dict().items():
-        assert torch.equal(own.state_dict()[name], value), name
+    for name, value in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
 
 
 class Own(lightning.LightningModule):
-    """A Lightning module of somebody's own around a model."""
+    """A user's Lightning module around a model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -214,12 +214,12 @@ def test_a_checkpoint_of_another_format_is_one_sentence(mine: Path):
     del checkpoint["format"]
     torch.save(checkpoint, last)
     (last.parents[1] / "summary.json").unlink()
-    said = (
+    message = (
         r"last.ckpt is of format 1, and this version reads format \d: use the version of the project that has written"
     )
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         read_checkpoint(last)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         prepare(compose(words, [mine]))
 
 

@@ -64,11 +64,11 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def saved(folder: Path, config: dict[str, Any]) -> Path:
-    """A checkpoint of that configuration, as a run would leave it, with a stranger's files beside it."""
+    """Write the checkpoint of a run with this configuration, with a stranger's files beside it; return its path."""
     path = folder / "checkpoints/last.ckpt"
     path.parent.mkdir()
-    known = {"format": FORMAT, "hyper_parameters": {"config": config}, "global_step": 1}
-    torch.save({"state_dict": weights(), **known}, path)
+    facts = {"format": FORMAT, "hyper_parameters": {"config": config}, "global_step": 1}
+    torch.save({"state_dict": weights(), **facts}, path)
     (folder / "strangers_module.py").write_text(f"import pathlib\npathlib.Path({str(folder / 'mark')!r}).touch()\n")
     (folder / "hubconf.py").write_text((folder / "strangers_module.py").read_text() + "def model(): pass\n")
     return path
@@ -96,7 +96,7 @@ def test_no_code_of_a_checkpoint_s_choice_runs(name, place, config, tmp_path, mo
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
-def test_nor_where_the_data_of_a_checkpoint_are_opened(name, config, tmp_path, monkeypatch):
+def test_an_untrusted_target_is_refused_when_the_data_of_a_checkpoint_open(name, config, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     payload = filled(PAYLOADS[name], tmp_path)
     for data in (payload, {**config["data"], "task": payload}):
@@ -112,7 +112,7 @@ def test_nor_where_the_data_of_a_checkpoint_are_opened(name, config, tmp_path, m
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"state_size": "${oc.env:HOME}"}, "model.state_size is '.{oc.env:HOME}', which a saved configuration"),
         ({"${oc.env:HOME}": 1}, "which a saved configuration does not hold"),
@@ -124,17 +124,17 @@ def test_nor_where_the_data_of_a_checkpoint_are_opened(name, config, tmp_path, m
         ({"_partial_": True}, "has to be a mapping with a _target_"),
     ],
 )
-def test_what_is_no_plain_value_is_refused(change, said, config):
-    with pytest.raises(ConfigError, match=said):
+def test_a_value_that_is_not_plain_is_refused(change, message, config):
+    with pytest.raises(ConfigError, match=message):
         vetted({**config["model"], **change}, "model")
 
 
 @pytest.mark.parametrize("change", [{"geometry": 3}, {"retriever": 3}, {"writer": [1]}, {"feed_forward": {}}])
 def test_values_that_fit_no_part_are_one_sentence(change, config, tmp_path):
     path = saved(tmp_path, {**config, "model": {**config["model"], **change}})
-    with pytest.raises(CheckpointError, match="no longer fits this version of the code: ") as said:
+    with pytest.raises(CheckpointError, match="no longer fits this version of the code: ") as caught:
         load_model(path)
-    assert "\n" not in str(said.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_value_nested_without_end_is_refused(config):
@@ -172,13 +172,13 @@ def test_a_broken_yaml_beside_the_others_vouches_for_nothing(config, tmp_path):
         vetted({**config["model"], "writer": {"_target_": "os.system"}}, "model", [tmp_path])
 
 
-def test_a_part_of_one_s_own_takes_its_yaml_and_no_third_file(config, tmp_path, monkeypatch):
-    """A class and a yaml, in folders of the user's: named in Python, or on the command line."""
+def test_a_users_part_needs_a_class_and_a_yaml_and_no_third_file(config, tmp_path, monkeypatch):
+    """They are in folders of the user, which Python or the command line names."""
     yamls = own_part(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    own = compose(["size=pico", "data=needle", "model/writer=own"], [yamls])
-    assert instantiate_model(own) is not None, "what was composed needs no trust"
-    path = saved(tmp_path, own)
+    composed = compose(["size=pico", "data=needle", "model/writer=own"], [yamls])
+    assert instantiate_model(composed) is not None, "a composed configuration needs no trust"
+    path = saved(tmp_path, composed)
     with pytest.raises(CheckpointError, match="names 'own_writer.Own', but no yaml in model, size, experiment does"):
         load_model(path)
     assert type(load_model(path, directories=[yamls]).writer).__name__ == "Own"
@@ -187,7 +187,7 @@ def test_a_part_of_one_s_own_takes_its_yaml_and_no_third_file(config, tmp_path, 
 
 
 def own_part(folder: Path, name: str = "own") -> Path:
-    """A writer of one's own, with a yaml in a folder for it."""
+    """Write a user's writer and its yaml; return the folder of the yaml."""
     (folder / f"{name}_writer.py").write_text(
         "from gsm.slots.writer.additive import Additive\nclass Own(Additive): pass\n"
     )
@@ -199,21 +199,21 @@ def own_part(folder: Path, name: str = "own") -> Path:
 
 def refused(processes: Any, folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Type a command that trains nothing: its last word is refused after all others were checked."""
-    given = ["size=pico", "data=needle", "trainer=cpu", f"logs={folder / 'logs'}", "trainer.max_steps=1"]
-    given += ["+trainer.max_time=1", *words]
-    return typed(processes, folder, "train.py", *given, PYTHONPATH=str(folder), **environment)
+    overrides = ["size=pico", "data=needle", "trainer=cpu", f"logs={folder / 'logs'}", "trainer.max_steps=1"]
+    overrides += ["+trainer.max_time=1", *words]
+    return typed(processes, folder, "train.py", *overrides, PYTHONPATH=str(folder), **environment)
 
 
 def test_folders_of_yamls_are_added_up(tmp_path, monkeypatch, processes):
-    """That of --config-dir was the only one: it took the place of those in GSM_CONFIGS, which train.py did not read."""
-    one, two = own_part(tmp_path, "one"), own_part(tmp_path, "two")
+    """Once the folder of --config-dir replaced those in GSM_CONFIGS, which train.py did not read."""
+    first, second = own_part(tmp_path, "one"), own_part(tmp_path, "two")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("GSM_CONFIGS", str(two))
+    monkeypatch.setenv("GSM_CONFIGS", str(second))
     assert compose(["size=pico", "model/writer=two"])["model"]["writer"]["_target_"] == "two_writer.Own"
-    done = refused(processes, tmp_path, "model/writer=two", "--config-dir", str(one))
+    done = refused(processes, tmp_path, "model/writer=two", "--config-dir", str(first))
     assert "trainer.max_time=1 is not allowed" in done.stderr
-    said = refused(processes, tmp_path, GSM_CONFIGS=str(tmp_path / "gone")).stderr
-    assert said == f"error: GSM_CONFIGS names {tmp_path / 'gone'}, but there is no such folder\n"
+    printed = refused(processes, tmp_path, GSM_CONFIGS=str(tmp_path / "gone")).stderr
+    assert printed == f"error: GSM_CONFIGS names {tmp_path / 'gone'}, but there is no such folder\n"
 
 
 @pytest.mark.timeout(20)
@@ -226,9 +226,9 @@ def test_a_pipe_among_yamls_is_not_waited_for(place, tmp_path):
         compose(["model=own"], directories=[tmp_path])
 
 
-def test_what_could_not_be_loaded_again_is_not_trained(tmp_path, processes):
-    """A class that was composed on the command line trained, and its checkpoint could not be evaluated."""
-    own = own_part(tmp_path)
+def test_a_model_that_could_not_be_loaded_again_is_not_trained(tmp_path, processes):
+    """Once a class from the command line trained, and its checkpoint could not be evaluated."""
+    yamls = own_part(tmp_path)
     words = ["model.writer._target_=own_writer.Own"]
     for more in ([], ["arms={one: []}", "seeds=1"]):
         done = refused(processes, tmp_path, *words, *more)
@@ -236,4 +236,6 @@ def test_what_could_not_be_loaded_again_is_not_trained(tmp_path, processes):
         assert "model.writer._target_ names 'own_writer.Own', but no yaml" in done.stderr
         assert "what is trained could not be loaded again: write a yaml" in done.stderr
     assert not list((tmp_path / "logs").rglob("*.ckpt"))
-    assert "trainer.max_time=1 is not allowed" in refused(processes, tmp_path, *words, "--config-dir", str(own)).stderr
+    assert (
+        "trainer.max_time=1 is not allowed" in refused(processes, tmp_path, *words, "--config-dir", str(yamls)).stderr
+    )
