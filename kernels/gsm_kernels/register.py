@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ def register(
         if on_cpu:
             return (op if learning or watched() else forward)(*arguments)
         if learning and backward is not None and not torch.compiler.is_compiling():
-            build_once((name, *map(_compiled_for, arguments)), lambda: build(backward, *arguments))
+            build_once((name, *map(_compiled_for, arguments)), partial(build, backward, *arguments))
         return op(*arguments)
 
     def build(backward: Function, *arguments: Any) -> None:

@@ -1,7 +1,8 @@
-"""Plain PyTorch RMSNorm."""
+"""PyTorch's own RMSNorm, in at least float32."""
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..device import at_least_float32, in_dtype
@@ -15,5 +16,4 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = at_least_float32(x)
-    inverse = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return in_dtype(wide * inverse * in_dtype(weight, wide.dtype), x.dtype)
+    return in_dtype(F.rms_norm(wide, x.shape[-1:], in_dtype(weight, wide.dtype), eps), x.dtype)
