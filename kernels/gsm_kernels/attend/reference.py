@@ -86,14 +86,15 @@ def _gradients(inputs: Inputs, softmax: Tensor | None, grad_BRHC: Tensor) -> tup
         mixed_grad = pad_rows(turn(grad_BRHC[:, rows].to(wide), cos, sin), chunk.cut)
         logit_grad = _logit_grad(chunk, mixed_grad)
         sink_grad += logit_grad[..., -1].unflatten(1, (-1, sink_grad.shape[0])).sum((0, 1))
-        rows_grad = _query_grad(chunk, logit_grad)[:, :length].mul_(chunk.query_BRHC.shape[-1] ** -0.5)
+        rows_grad = _mix(chunk._replace(softmax=logit_grad))[:, :length].mul_(chunk.query_BRHC.shape[-1] ** -0.5)
         query_grad[:, rows] = turn(rows_grad, cos, sin, inverse=True)
         window_part = _window_grad(chunk, mixed_grad, logit_grad)
         add_window_blocks(window_grad[:, stream(inputs, rows)], window_part, chunk.cut)
         if bank_grad is not None and index is not None and chunk.far is not None:
             _add_far_grad(bank_grad, index[:, rows], chunk, chunk.far.keys, mixed_grad, logit_grad)
         if bias_grad is not None and bank is not None and not _dense(bank.shape[1], bias_grad.shape[2], bias):
-            bias_grad[:, rows] = _bias_grad(chunk, logit_grad)[:, :length]
+            by_head = logit_grad.view(*chunk.query_BRHC.shape[:3], -1)[:, :length]
+            bias_grad[:, rows] = by_head[..., chunk.window.shape[1] : -1].sum(2)
     return inputs.gradients(query_grad, window_grad, sink_grad, bank_grad, bias_grad)
 
 
@@ -181,19 +182,10 @@ def _logit_grad(chunk: _Chunk, mixed_grad: Tensor) -> Tensor:
     return torch._softmax_backward_data(grad, chunk.softmax, -1, grad.dtype)
 
 
-def _query_grad(chunk: _Chunk, logit_grad: Tensor) -> Tensor:
-    return _mix(chunk._replace(softmax=logit_grad))
-
-
 def _window_grad(chunk: _Chunk, mixed_grad: Tensor, logit_grad: Tensor) -> Tensor:
     blocks, channels, span = chunk.window.shape[0], mixed_grad.shape[-1], chunk.window.shape[1]
     grad = torch.bmm(logit_grad[..., :span].mT, chunk.query_BRHC.view(blocks, -1, channels))
     return grad.baddbmm_(chunk.softmax[..., :span].mT, mixed_grad.view(blocks, -1, channels))
-
-
-def _bias_grad(chunk: _Chunk, logit_grad: Tensor) -> Tensor:
-    by_head = logit_grad.view(*chunk.query_BRHC.shape[:3], -1)
-    return by_head[..., chunk.window.shape[1] : -1].sum(2)
 
 
 def _add_far_grad(

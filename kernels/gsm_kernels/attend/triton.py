@@ -76,19 +76,13 @@ def attend(inputs: Inputs) -> Tensor:
     learning = learns(*inputs.learned)
     if not learning and (shares := splits(inputs)) > 1:
         return _few_rows(*inputs, shares)
-    if learning or inputs.bank_BFC is not None and inputs.bank_BFC.dtype != inputs.window_BEC.dtype:
-        inputs = _in_one_dtype(inputs)
+    bank, dtype = inputs.bank_BFC, inputs.query_BRHC.dtype
+    if learning or bank is not None and bank.dtype != inputs.window_BEC.dtype:
+        # Backward needs the dtype of the queries; forward takes any that both have, and converts while loading.
+        inputs = inputs._replace(
+            window_BEC=inputs.window_BEC.to(dtype), bank_BFC=None if bank is None else bank.to(dtype)
+        )
     return _operator(*inputs)[0]
-
-
-def _in_one_dtype(inputs: Inputs) -> Inputs:
-    """Convert window and bank to the dtype of the queries, as backward needs them.
-
-    Forward takes any dtype that both have, and converts while loading.
-    """
-    dtype = inputs.query_BRHC.dtype
-    bank = None if inputs.bank_BFC is None else inputs.bank_BFC.to(dtype)
-    return inputs._replace(window_BEC=inputs.window_BEC.to(dtype), bank_BFC=bank)
 
 
 # Arguments of the kernels of rows, in order: `_read`, their outputs, `_sizes`, `_constants`.
@@ -162,7 +156,8 @@ def few_rows(*arguments):
 def _backward(grad_BRHC, out_BRHC, lse_BRH, *arguments):
     """Compute the gradients of `Inputs.learned`; empty tensors for an absent bank or bias."""
     inputs = contiguous(Inputs(*arguments))
-    grads = _empty_gradients(grad_BRHC, inputs)
+    like = (grad_BRHC.new_empty(0) if x is None else x for x in inputs.learned)
+    grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in like)
     query_grad, window_grad, sink_grad, bank_grad, bias_grad = grads
     bank_sum = torch.zeros_like(bank_grad, dtype=torch.float32)
     bias_grad.zero_()
@@ -170,7 +165,12 @@ def _backward(grad_BRHC, out_BRHC, lse_BRH, *arguments):
     saved = (grad_BRHC.to(query_grad.dtype).contiguous(), out_BRHC, lse_BRH)
     written = (delta_BRH, turned_query, turned_grad, query_grad, bias_grad)
     for rows in _row_chunks(inputs):
-        _add_pairs(inputs, _query_gradient(inputs, saved, written, rows), bank_sum, rows)
+        pair_grads = _query_gradient(inputs, saved, written, rows)
+        if inputs.index_BRK is not None and inputs.slots:
+            part = Rows(0, len(inputs.index_BRK), rows.start, rows.stop - rows.start)
+            inverse = inverse_index(inputs.index_BRK, inputs.slots, part)
+            add_segments(bank_sum.flatten(0, 1), pair_grads.flatten(0, 2), inverse)
+        del pair_grads  # before the next chunk's are made
     _window_gradient(inputs, turned_query, turned_grad, lse_BRH, delta_BRH, window_grad)
     sink_share = torch.exp2(inputs.sink_H.to(torch.float32) * LOG2_E - lse_BRH)
     sink_grad.copy_(-(sink_share * delta_BRH).sum((0, 1)))
@@ -210,25 +210,11 @@ def _window_gradient(inputs: Inputs, query: Tensor, grad: Tensor, lse: Tensor, d
     launch(window_gradient, grid, *tensors, *_sizes(inputs)[:4], H=heads, C=channels, **tile)
 
 
-def _add_pairs(inputs: Inputs, pair_grads: Tensor, bank_sum: Tensor, rows: slice) -> None:
-    """Add the picks' contributions to the bank's gradient, for each slot in the order of the rows."""
-    if inputs.index_BRK is not None and inputs.slots:
-        channels = bank_sum.shape[2]
-        part = Rows(0, inputs.index_BRK.shape[0], rows.start, rows.stop - rows.start)
-        inverse = inverse_index(inputs.index_BRK, inputs.slots, part)
-        add_segments(bank_sum.view(-1, channels), pair_grads.view(-1, channels), inverse)
-
-
 def _outputs(*arguments):
     """Return uninitialised outputs of `_forward`, also for tensors without data."""
     query = arguments[0]
     out_BRHC = torch.empty_like(query, memory_format=torch.contiguous_format)
     return out_BRHC, query.new_empty(query.shape[:3], dtype=torch.float32)
-
-
-def _empty_gradients(grad_BRHC: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
-    like = (grad_BRHC.new_empty(0) if x is None else x for x in inputs.learned)
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in like)
 
 
 TAKES = schema(Inputs)

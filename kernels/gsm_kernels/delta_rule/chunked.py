@@ -59,7 +59,8 @@ def delta_rule(inputs: Inputs) -> tuple[Tensor, Tensor]:
         beta = chunks(at_least_float32(inputs.beta_BTH), size)[..., None]
         # The solver ignores the diagonal and everything above it.
         below = beta * left * (product(key, key.mT) if overlap is None else overlap[1])
-        value, undone = _writes(below, beta * value, beta * entering[..., None] * key_on_state)
+        right = torch.cat((beta * value, beta * entering[..., None] * key_on_state), dim=-1)
+        value, undone = _Solution.apply(below, right).chunk(2, dim=-1)  # U and R: the writes are U - R S
         seen = seen - product(read, undone)
         decay = decay * torch.eye(key.shape[-1], dtype=key.dtype, device=key.device) - product(leaving, undone)
     before, state_BHCC = scan(decay, product(leaving, value), at_least_float32(inputs.state_BHCC))
@@ -78,13 +79,6 @@ def _decays(start_B1NL: Tensor, log_decay_BHNL: Tensor | None, dtype: torch.dtyp
     # Masked before exp, so that values above the diagonal can neither overflow nor get a gradient.
     between = (total[..., :, None] - total[..., None, :]).masked_fill(~together, 0)
     return between.exp() * together, total.exp() * first
-
-
-def _writes(below_BHNLL: Tensor, value_BHNLC: Tensor, key_BHNLC: Tensor) -> tuple[Tensor, Tensor]:
-    """Return U and R, [B, H, N, L, C] each: the writes of the delta rule are U - R S."""
-    right = torch.cat((value_BHNLC, key_BHNLC), dim=-1)
-    fresh, undone = _Solution.apply(below_BHNLL, right).chunk(2, dim=-1)
-    return fresh, undone
 
 
 class _Solution(torch.autograd.Function):

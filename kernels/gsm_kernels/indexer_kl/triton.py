@@ -169,7 +169,8 @@ def _add_gradients(inputs: Inputs, part: Rows, score_grad: Tensor, grads: list[T
     sizes = (*_place(inputs, part), slots)
     grid = (part.batches * row_tiles * heads,)
     launch(query_gradients, grid, *common, query_grad, weight_grad, *sizes, row_tiles, **tile)
-    splits = _splits(part.batches * slot_tiles, row_tiles)
+    # Parts of the rows: enough to give each of 132 multiprocessors two programs.
+    splits = max(min(cdiv(264, max(part.batches * slot_tiles, 1)), row_tiles), 1)
     parts = key_grad.new_empty((splits, part.batches, slots, width))
     grid = (splits * part.batches * slot_tiles,)
     tile["ROWS"] = 32  # keys and their gradient stay in registers
@@ -236,8 +237,3 @@ def _tile(dtype: torch.dtype, slots: int) -> dict[str, int]:
     if dtype == torch.float32:
         return {"ROWS": 32, "SLOTS": 32, "num_warps": 8, "num_stages": 1}
     return {"ROWS": 64, "SLOTS": slots, "num_warps": 4, "num_stages": 2}
-
-
-def _splits(tiles: int, row_tiles: int) -> int:
-    """Parts of the rows that keys' gradients are summed in: enough to give each of 132 multiprocessors two programs."""
-    return max(min(cdiv(264, max(tiles, 1)), row_tiles), 1)

@@ -82,8 +82,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):
         count, *grads = ctx.saved_tensors
         share = grad / (count * ctx.lift)
-        pairs = zip(grads, ctx.dtypes, strict=True)
-        scaled = (None if dtype is None else _scaled(saved, share, dtype) for saved, dtype in pairs)
+        scaled = [
+            None if dtype is None else torch.mul(saved, share, out=torch.empty_like(saved, dtype=dtype))
+            for saved, dtype in zip(grads, ctx.dtypes, strict=True)
+        ]
         return *scaled, None, None, None, None
 
 
@@ -163,8 +165,3 @@ def _adds_to_float32(device: torch.device) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _scaled(saved: Tensor, share: Tensor, dtype: torch.dtype) -> Tensor:
-    """saved * share in another dtype, in one pass."""
-    return torch.mul(saved, share, out=torch.empty_like(saved, dtype=dtype))
