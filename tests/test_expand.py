@@ -10,7 +10,7 @@ from short_runs import TINY
 
 from gsm.config import command_line
 from gsm.config.compose import compose
-from gsm.experiments.runs import expand
+from gsm.experiments.execute import expand
 
 RUNS = "runs={train: null, extend: {after: train, trainer.max_steps: 1}, loss: {after: extend, evaluate: {}}}"
 ARMS = "arms={one: [], two: ['++runs.extend.data.batch_size=2']}"
@@ -28,15 +28,6 @@ def test_each_run_stands_once_with_its_arm_seed_and_folder_and_nothing_is_writte
     assert [run.name for run in runs] == places and len(places) == 10
     assert f"start_from={tmp_path}/toy/one/seed0/train/checkpoints/last.ckpt" in runs[3].command
     assert not list(tmp_path.iterdir())
-
-
-def test_attempts_of_a_grid_come_first_and_a_run_is_composed_from_its_overrides(tmp_path: Path):
-    words = given(tmp_path, "tune={optimizer.learning_rate: [1e-3, 2e-3]}", "seeds=1", "arm=gsm")
-    runs = expand(compose(words), words)
-    assert [run.folder.relative_to(tmp_path / "toy").parts[0] for run in runs] == [".tuning", ".tuning", "gsm"]
-    for run in runs:
-        assert compose(run.command)["folder"] == str(run.folder)
-    assert str(runs[2]).split("  ")[0] == "gsm/seed0"
 
 
 def test_a_single_run_is_a_list_of_one(tmp_path: Path):

@@ -20,6 +20,7 @@ from short_runs import composed_in, without_pictures
 
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
+from gsm.experiments import SEVERAL
 from gsm.experiments import execute as experiments
 from gsm.experiments import runs as planned
 from gsm.experiments.execute import train_all
@@ -125,18 +126,11 @@ def test_what_the_user_gives_comes_last_and_goes_to_every_run(tmp_path: Path):
         == trials[1].overrides
         == (
             "experiment=toy",
-            *("arms=null", "seeds=null", "arm=plain", "seed=0", "name=mine"),
+            *(*(f"{key}=null" for key in SEVERAL), "arm=plain", "seed=0", "name=mine"),
             *("model/residual=plain", "model.state_size=9"),
             *(f"logs={tmp_path / 'logs'}", "model.state_size=11"),
         )
     )
-
-
-def test_tuning_that_is_left_out_is_left_out_of_every_run(tmp_path: Path):
-    """`tune=null` went to the parent alone, and every run began to tune by the experiment's yaml."""
-    text = TOY + "tune:\n  optimizer.learning_rate: [1e-3, 2e-3]\n"
-    trials = composed(tmp_path, "tune=null", text=text).trials()
-    assert all("tune=null" in trial.overrides and trial.config["tune"] is None for trial in trials)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from gsm.config import compose as composing
 from gsm.config import naming
 from gsm.config.compose import compose, parse
 from gsm.config.decisive import DIVIDING, IDLE, WATCHING
+from gsm.experiments import SEVERAL
 from gsm.experiments.runs import Experiment
 
 # Values that a name shows as they are, values that need a hash, and pairs that differ in one letter.
@@ -96,8 +97,8 @@ def test_the_order_of_words_and_how_a_number_is_written_make_no_difference():
     "key",
     [
         *(*sorted(IDLE), *(f"callbacks.{name}.x" for name in sorted(WATCHING)), "trainer.enable_checkpointing"),
-        *("logger", "seed", "seeds", "name", "arm", "logs", "folder", "resume", "jobs", "table", "tune"),
-        *("ngrams", "sample", "compile", "arms", "arms.mine", "runs.ppl.evaluate.windows"),
+        *(*SEVERAL, "logger", "seed", "name", "arm", "logs", "folder", "resume", "jobs", "table"),
+        *("ngrams", "sample", "compile", "arms.mine", "runs.ppl.evaluate.windows"),
     ],
 )
 def test_a_key_that_does_not_change_training_never_enters(key: str):

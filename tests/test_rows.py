@@ -17,7 +17,7 @@ import yaml
 from lightning import Trainer
 
 from gsm.config.check import ConfigError
-from gsm.experiments import rows
+from gsm.experiments import SEVERAL, rows
 from gsm.paths import ROOT
 from gsm.provenance import processor
 from gsm.training import report
@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
             (run / "summary.json").write_text(json.dumps({**facts, **status, "steps": 5, "data": data}))
             config = {"optimizer": {"_target_": "gsm.Muon", "learning_rate": 4e-3}, "data": {"path": "/home/me/books"}}
             (run / ".hydra/config.yaml").write_text(yaml.safe_dump(config))
-            words = ["experiment=residual", f"arm={arm}", f"seed={seed}", f"folder={run}", "tune=null"]
+            words = ["experiment=residual", f"arm={arm}", f"seed={seed}", f"folder={run}", f"{SEVERAL[-1]}=null"]
             (run / ".hydra/overrides.yaml").write_text(yaml.safe_dump(words))
     return tmp_path / "logs/residual"
 

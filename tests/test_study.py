@@ -15,7 +15,7 @@ from gsm.config.check import ConfigError
 from gsm.experiments import tune as tuning
 from gsm.experiments.execute import train_all
 from gsm.experiments.runs import Experiment, Run
-from gsm.experiments.tune import STARTUP, Choice, Study, Tune, Values, read_tune, search
+from gsm.experiments.tune import STARTUP, Choice, Study, Tune, Tuning, Values, read_tune, search
 
 optuna = pytest.importorskip("optuna", reason="needs the extra tune")
 
@@ -97,9 +97,9 @@ def test_diverged_values_are_avoided_and_cannot_win(tmp_path: Path):
 
     rounds, choice = searched(tmp_path, {"a": RANGE}, cost, attempts=24)
     tried = [one["a"] for round in rounds for one in round]
-    assert choice.found and choice.values["a"] <= 1e-3
+    assert choice.finite and choice.values["a"] <= 1e-3
     assert sum(one > 1e-3 for one in tried[12:]) < 6, tried
-    assert not searched(tmp_path / "all", {"a": RANGE}, lambda _: math.inf, attempts=6)[1].found
+    assert not searched(tmp_path / "all", {"a": RANGE}, lambda _: math.inf, attempts=6)[1].finite
 
 
 @pytest.mark.parametrize("damage", [b"x\n", b'{"op_code": 99}\n{}\n', b"[1]\n"])
@@ -123,13 +123,16 @@ def made(asked: Callable[..., Experiment]) -> Callable[..., Experiment]:
 
 
 def test_each_arm_has_a_study_of_its_own_and_trains_with_its_best(made: Callable[..., Experiment]):
-    table = train_all(experiment := made())
-    rates = {arm: experiment.choices[arm].tried[RATE] for arm in BEST}
+    table = train_all(made())
+    tuning = Tuning(made())
+    tuning.attempts()
+    choices: Any = {arm: search.choice for arm, search in tuning.searches.items()}
+    rates = {arm: choices[arm].tried[RATE] for arm in BEST}
     assert [len(one) for one in rates.values()] == [8, 8] and rates["low"][:STARTUP] == rates["high"][:STARTUP]
     assert Pretends.started[-2:] == ["low/seed0", "high/seed0"]
     for arm, best in BEST.items():
         rate = min(rates[arm], key=lambda rate: abs(math.log(rate / best)))
-        assert experiment.choices[arm].values[RATE] == rate and table.tuned[arm][RATE].startswith(str(rate))
+        assert choices[arm].values[RATE] == rate and table.tuned[arm][RATE].startswith(str(rate))
     del Pretends.started[:]
     train_all(made())
     train_all(made("table=[steps, val_loss]"))
@@ -189,7 +192,7 @@ def test_what_cannot_be_tuned_is_refused(tune: Any, sentence: str):
 
 def test_a_range_may_be_written_on_several_levels():
     found = read_tune({"optimizer": {"learning_rate": {"low": 1, "high": 2}}, "tuner": "optuna"}, ["val_loss"])
-    assert found and found.space == {RATE: optuna.distributions.IntDistribution(1, 2)}
+    assert found.space == {RATE: optuna.distributions.IntDistribution(1, 2)}
 
 
 def test_an_end_of_a_range_that_cannot_be_trained_is_named_before_anything_trains(made: Callable[..., Experiment]):
@@ -198,7 +201,7 @@ def test_an_end_of_a_range_that_cannot_be_trained_is_named_before_anything_train
         with pytest.raises(
             ConfigError, match="^arm low with optimizer.learning_rate=.*, optimizer.final_fraction=.*: "
         ):
-            made(tune).trials()
+            Tuning(made(tune))
     assert Pretends.started == []
 
 

@@ -15,17 +15,20 @@ import pytest
 import tiny_text
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from short_runs import BY_MODEL, TINY, composed, composed_in, without_pictures
+from test_experiment import TOY
+from test_experiment import composed as of_yaml
 from test_runs import InThisProcess, pretend
 
 from gsm.config.check import ConfigError
+from gsm.config.compose import compose
 from gsm.config.load import read_checkpoint
 from gsm.evaluation import checkpoints
 from gsm.experiments import execute as experiments
 from gsm.experiments import runs as planned
 from gsm.experiments.compare import compare
-from gsm.experiments.execute import train_all
+from gsm.experiments.execute import expand, train_all
 from gsm.experiments.runs import Experiment, Run
-from gsm.experiments.tune import Choice, Grid, read_tune, search
+from gsm.experiments.tune import Choice, Grid, Tuning, read_tune, search
 from gsm.files import write_json
 from gsm.training.folder import identity
 from gsm.training.run import train
@@ -45,7 +48,7 @@ def test_a_grid_tries_every_combination_and_marks_a_best_value_at_its_edge():
     choice = search(grid, lambda values: abs(values["a"] - 2))[1]
     assert choice and choice.texts() == {"a": "2.0", "b": "x"}, "the first of equal ones"
     choice = search(Grid({"a": [4.0, 8.0]}), lambda _: math.inf)[1]
-    assert choice and not choice.found
+    assert choice and not choice.finite
 
 
 @pytest.mark.parametrize("values", [["a", "b"], [True, False], [1.0], [None, 2.0]])
@@ -142,7 +145,7 @@ FIRST = [attempt(arm, rate) for arm in ("low", "high") for rate in ("0.001", "0.
 
 
 def rates(experiment: Experiment) -> dict[str, float]:
-    return {trial.arm: trial.config["optimizer"]["learning_rate"] for trial in experiment.trials()}
+    return {trial.arm: trial.config["optimizer"]["learning_rate"] for trial in Tuning(experiment).settled().trials()}
 
 
 def test_each_arm_takes_its_best_on_a_part_of_the_training_data_and_trains_all_seeds_on_all_of_it(
@@ -173,7 +176,7 @@ def test_each_arm_takes_its_best_on_a_part_of_the_training_data_and_trains_all_s
     assert compare(str(made.folder)).tuned == table.tuned
     contents = json.loads((made.folder / "experiment.json").read_text())
     assert contents["arms"]["high"] == [f"{RATE}=0.002"], "so that charts know in what arms differ"
-    assert {run.folder.parent.name for run in made.table().runs} == {"low", "high"}, "no table sees an attempt"
+    assert {run.folder.parent.name for run in table.runs} == {"low", "high"}, "no table sees an attempt"
     assert all(".tuning" not in str(path) for path in checkpoints.checkpoints(str(made.folder)))
     del Pretends.started[:]
     train_all(asked("seeds=2", "table=[steps, val_loss]"))
@@ -198,7 +201,7 @@ def test_an_attempt_that_diverges_is_the_worst_and_is_not_tried_again(
         train_all(asked("seeds=1"))
     assert stopped.value.code == 1 and Pretends.started[6:] == ["high/seed0"]
     printed = " ".join(capsys.readouterr().out.split())
-    assert f"{FIRST[4]}: diverged, which counts as the worst" in printed
+    assert f"{FIRST[4]} has diverged, which counts as the worst" in printed
     assert f"high {RATE}=0.002" in printed[printed.index("diverged, and counted as the worst: ") :]
     assert f"low: every value that was tried has diverged: {RATE}=0.001, 0.002, 0.004" in printed
     assert rates(asked("seeds=1"))["high"] in (1e-3, 4e-3)
@@ -207,6 +210,16 @@ def test_an_attempt_that_diverges_is_the_worst_and_is_not_tried_again(
     assert Pretends.started == []
     train_all(asked("seeds=1", "arm=high", "optimizer.weight_decay=0.2"))
     assert attempt("high", "0.002") in Pretends.started, "of another configuration"
+
+
+def test_an_experiment_ends_without_a_table_where_all_attempts_of_all_arms_diverge(
+    asked: Callable[..., Experiment], capsys: pytest.CaptureFixture[str]
+):
+    Pretends.diverges |= {".tuning"}
+    with pytest.raises(SystemExit) as stopped:
+        train_all(asked("seeds=1"))
+    assert stopped.value.code == 1 and Pretends.started == FIRST
+    assert "failed: low, high; to try again" in capsys.readouterr().out
 
 
 def test_an_attempt_that_fails_otherwise_is_tried_again_by_the_same_command(
@@ -261,25 +274,40 @@ def test_an_unfinished_attempt_starts_over_with_resume_never(
     assert replaced == [{"status": "failed", "steps": 1}]
 
 
+def test_the_attempts_of_a_grid_are_listed_first_and_composed_from_their_overrides(tmp_path: Path):
+    words = [*TINY, "data.path=.", f"logs={tmp_path}", "name=toy", TUNE, "seeds=1", "arm=gsm"]
+    runs = expand(compose(words), words)
+    assert [run.folder.relative_to(tmp_path / "toy").parts[0] for run in runs] == [*[".tuning"] * 3, "gsm"]
+    for run in runs:
+        assert compose(run.command)["folder"] == str(run.folder)
+
+
+def test_tuning_that_is_left_out_is_left_out_of_every_run(tmp_path: Path):
+    """`tune=null` went to the parent alone, and every run began to tune by the experiment's yaml."""
+    text = TOY + "tune:\n  optimizer.learning_rate: [1e-3, 2e-3]\n"
+    trials = of_yaml(tmp_path, "tune=null", text=text).trials()
+    assert all("tune=null" in trial.overrides and trial.config["tune"] is None for trial in trials)
+
+
 def test_a_key_that_is_given_is_not_tuned(asked: Callable[..., Experiment]):
     """On the command line for all arms, or by an arm for itself."""
-    train_all(made := asked("seeds=1", f"{RATE}=5e-3"))
+    table = train_all(made := asked("seeds=1", f"{RATE}=5e-3"))
     assert Pretends.started == ["low/seed0", "high/seed0"] and rates(made) == {"low": 5e-3, "high": 5e-3}
-    assert made.table().tuned == {}
+    assert table.tuned == {}
     del Pretends.started[:]
-    train_all(made := asked(TUNE, f"arms={{low: ['{RATE}=7e-3'], high: []}}", "seeds=1", "name=other"))
+    table = train_all(asked(TUNE, f"arms={{low: ['{RATE}=7e-3'], high: []}}", "seeds=1", "name=other"))
     assert Pretends.started == [*FIRST[3:], "low/seed0", "high/seed0"]
-    assert made.table().tuned == {"high": {RATE: "0.002"}}
+    assert table.tuned == {"high": {RATE: "0.002"}}
 
 
 RATED = "optimizer.learning_rate=1e-3"  # what a pretended run's numbers follow from
 
 
 def test_a_group_and_several_seeds_can_be_tuned_over(real: Callable[..., Experiment]):
-    train_all(made := real("tune={optimizer: [adamw, muon], seeds: 2, by: {accuracy: highest}}", RATED, BY_MODEL))
+    table = train_all(real("tune={optimizer: [adamw, muon], seeds: 2, by: {accuracy: highest}}", RATED, BY_MODEL))
     names = [f".tuning/gsm/optimizer_{name}/seed{seed}" for name in ("adamw", "muon") for seed in (0, 1)]
     assert Pretends.started == [*names, "gsm/seed0"]
-    assert made.table().tuned == {"gsm": {"optimizer": "adamw"}}, "of two that are alike the first"
+    assert table.tuned == {"gsm": {"optimizer": "adamw"}}, "of two that are alike the first"
 
 
 def test_of_runs_after_one_another_those_that_train_are_tuned_and_nothing_reported_is_measured(
@@ -290,12 +318,21 @@ def test_of_runs_after_one_another_those_that_train_are_tuned_and_nothing_report
         "/data: ruler, data.template: short, trainer.max_steps: 1}}"
     )
     made = real(TUNE, runs, BY_MODEL)
-    tried: Any = made.attempts("gsm")[0].runs
+    tried: Any = Tuning(made).attempts()[0].runs
     assert list(tried) == ["train", "extend"]
     assert {run.config["data"]["held_out"] for run in tried.values()} == {"tuning"}
     assert tried["extend"].config["data"]["template"] == "short"
-    only = real(TUNE.replace("}", ", run: train}"), runs, BY_MODEL).attempts("gsm")[0].runs
+    only = Tuning(real(TUNE.replace("}", ", run: train}"), runs, BY_MODEL)).attempts()[0].runs
     assert list(only) == ["train"]
+
+
+def test_arms_with_different_best_values_share_no_run(real: Callable[..., Experiment]):
+    """Both arms have the same first value; the second arm kept the run that it shared with the first one."""
+    runs = "runs={train: {trainer.max_steps: 2}, extend: {after: train, trainer.max_steps: 1}}"
+    arms = "arms={low: [], high: ['++runs.extend.data.batch_size=2']}"
+    train_all(real(f"tune={{{RATE}: [2e-3, 1e-3], by: val_loss}}", runs, arms, "seeds=1"))
+    final = [name for name in Pretends.started if not name.startswith(".tuning")]
+    assert final == [f"{arm}/seed0/{name}" for arm in ("low", "high") for name in ("train", "extend")]
 
 
 RANGED = {RATE: {"low": 1e-3, "high": 1e-2}}
@@ -332,14 +369,15 @@ def test_a_table_without_a_number_that_is_known_to_be_better_one_way_asks_for_on
     with pytest.raises(ConfigError, match="no better direction is known of cache_bytes"):
         read_tune({RATE: [1, 2]}, ["cache_bytes"])
     found = read_tune({RATE: [1, 2]}, ["cache_bytes", "runs.a.accuracy", "val_loss"])
-    assert found and found.by == {"runs.a.accuracy": "highest", "val_loss": "lowest"}
+    assert found.by == {"runs.a.accuracy": "highest", "val_loss": "lowest"}
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["tune={optimizer.betas: [3, 4]}", ARMS], "^arm low: optimizer.betas is 3"),
+        (["tune={optimizer.betas: [3, 4]}", ARMS], "^arm low with optimizer.betas=3: optimizer.betas is 3"),
         ([TUNE, BY_MODEL, "start_from=/nowhere"], "^arm gsm: start_from=/nowhere .* no checkpoint there"),
+        (["tune={optimizer.learning_rate: [1.0, -1.0]}", ARMS], "^arm low with .*=-1.0: optimizer.learning_rate=-1.0"),
         ([TUNE, ARMS, "~data.held_out"], "tune is not allowed because .* has no data.held_out"),
     ],
 )

@@ -17,9 +17,7 @@ with importing():
     from omegaconf import DictConfig
 
     from gsm.config import command_line
-    from gsm.experiments import launcher
-
-SEVERAL = ("arms", "seeds", "runs", "tune")  # one of them makes an experiment of a configuration
+    from gsm.experiments import SEVERAL, launcher
 
 
 def train() -> None:
@@ -38,7 +36,7 @@ def train() -> None:
             command_line.run(job, config)
 
     def job(plain: dict[str, Any]) -> None:
-        if any(plain[name] is not None for name in SEVERAL):
+        if any(plain[name] is not None for name in (*SEVERAL, "runs")):
             with importing():
                 from gsm.experiments import execute
             execute.run(plain)

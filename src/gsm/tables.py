@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -44,6 +45,12 @@ def grid_csv(rows: Iterable[Iterable[Any]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
+
+
+def filled(sentences: Iterable[str], width: int = WIDTH) -> str:
+    """Return sentences, each on lines of its own, broken at spaces."""
+    lines = (textwrap.wrap(one, width, break_on_hyphens=False, break_long_words=False) for one in sentences)
+    return "\n".join(line for some in lines for line in some)
 
 
 def transposed(grid: Grid) -> Grid:

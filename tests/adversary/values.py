@@ -14,6 +14,7 @@ from short_runs import TINY
 from adversary import inside
 from adversary.outcome import Case, Wrong
 from adversary.world import World
+from gsm.experiments import SEVERAL
 from gsm.models.geometry import Geometry
 
 SIZES = [word for word in TINY if word.startswith("size.")]
@@ -39,7 +40,7 @@ CHOICES: tuple[list[str], ...] = (
 # test_adversary.py has bad places.
 PLACES = {"name", "arm", "logs", "folder", "data.path", "data.cache_dir", "start_from"}
 # Of several runs, or no value to type.
-LEFT_OUT = ("choices.", "model.geometry.", "logger.", "arms", "seeds", "runs", "jobs", "table", "tune")
+LEFT_OUT = ("choices.", "model.geometry.", "logger.", *SEVERAL, "runs", "jobs", "table")
 UNTYPED = ("_target_", "_partial_", "path", "save_dir")
 BAD_ANYWHERE = "null '' [] [1,2] {a:1} true abc größer '\u202e\u0000x' -1 0 nan 1.5 -0.0 [null] 1e400".split()
 BAD_NUMBERS = "-1 0 -0.5 nan inf -inf 1e30 1e-30 0.5 -1e9 2 3 7 0x10 1_000 1e3".split()

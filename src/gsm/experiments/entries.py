@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,11 @@ from gsm import paths
 from gsm.config.check import ConfigError, flat, unknown
 from gsm.config.compose import WORDS, quoted
 from gsm.evaluation import commands
+from gsm.experiments import SEVERAL
 from gsm.experiments.table import COLUMNS
 
 # Keys of the parent; a run gets its own.
-OWN = {"name", "arm", "arms", "seed", "seeds", "tune", "jobs", "table"}
+OWN = {*SEVERAL, "name", "arm", "seed", "jobs", "table"}
 NOT_FOR_ARMS = {*OWN, "logs", "folder", "experiment", "resume"}
 NOT_FOR_RUNS = {*NOT_FOR_ARMS, "runs", "start_from"}
 AFTER, EVALUATE = "after", "evaluate"  # keys of a run that are no overrides
@@ -180,6 +182,15 @@ def check_overrides(where: str, lines: Iterable[str], reserved: Set[str]) -> Non
             raise ConfigError(f"{where}: cannot read '{line}': write key=value or group=option") from error
         if sets in reserved:
             raise ConfigError(f"{where} sets {sets}, which is the experiment's: leave {line} out")
+
+
+@contextlib.contextmanager
+def naming(place: str) -> Iterator[None]:
+    """Put the place of an error in front of it."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from error
 
 
 def key_of(line: str) -> str:

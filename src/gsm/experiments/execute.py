@@ -2,11 +2,12 @@
 
     python train.py experiment=paper_long_context
 
-is the parent process, which trains nothing itself. ``gsm.experiments.runs`` first composes and checks all runs. The
+is the parent process, which trains nothing itself. ``gsm.experiments.runs`` first composes and checks all runs, and
+``gsm.experiments.tune`` those that choose the values of an arm. The
 unfinished ones become processes (``python train.py ... arm=gsm folder=logs/<name>/gsm/seed0/extend start_from=...``, or
 ``python evaluate.py checkpoint=...``), here or on a cluster. The command can be stopped and repeated at any time.
 
-docs/experiments.md has the entries ``arms``, ``seeds``, ``runs`` and ``tune`` of a configuration.
+docs/experiments.md has the entries of a configuration.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hydra._internal.utils import get_args_parser
@@ -30,13 +32,14 @@ from gsm.config.command_line import again, path_text
 from gsm.config.compose import from_job, searchpath_word
 from gsm.experiments import launcher
 from gsm.experiments.compare import CONTENTS, apart, unfinished, write
+from gsm.experiments.entries import naming
 from gsm.experiments.jobs import Child, tail, work_off
-from gsm.experiments.runs import Experiment, Run, Trial, expand, in_order, naming
+from gsm.experiments.runs import Experiment, Run, Trial, in_order
 from gsm.experiments.table import FOOTNOTE, RunSummary, Table, number_text, read_runs
-from gsm.experiments.tune import EDGE, lines, listed
+from gsm.experiments.tune import Tuning
 from gsm.files import read_json, write_json
 from gsm.signals import SIGNALS
-from gsm.tables import WIDTH
+from gsm.tables import filled
 from gsm.training import folder
 from gsm.training.callbacks.progress import clock
 
@@ -47,6 +50,24 @@ def run(config: Mapping[str, Any]) -> None:
     if job.mode == RunMode.MULTIRUN:
         raise ConfigError("an experiment with arms or seeds starts its runs itself: leave out -m (--multirun)")
     train_all(Experiment(config, list(job.overrides.task), _script()), launcher.chosen())
+
+
+def expand(config: Mapping[str, Any], given: Sequence[str] = ()) -> list[Run]:
+    """Return the runs of a configuration in the order in which they start, and write nothing.
+
+    A run that several arms share stands once. With ``tune`` the attempts of a grid come first; an arm has its best
+    values as soon as they are known. Optuna has not chosen its attempts yet.
+
+    Args:
+        config: composed (``gsm.config.compose.compose``).
+        given: the overrides that it was composed from.
+
+    Raises:
+        ConfigError: an arm, a run or a value cannot be trained.
+    """
+    experiment = Experiment(config, given)
+    tuning = Tuning(experiment)
+    return in_order([*tuning.grid(), *experiment.with_arms(experiment.arms | tuning.settled().arms).trials()])
 
 
 def print_runs(config: DictConfig) -> None:
@@ -66,22 +87,30 @@ def train_all(experiment: Experiment, hand_to: str | None = None) -> Table:
         SystemExit: 1 if a run has failed, 128 + the signal's number after a signal.
     """
     _refuse_ranks()
-    config, trials = experiment.config, experiment.trials()
+    tuning, trials = Tuning(experiment), experiment.trials()
     for run in [] if hand_to else in_order(trials):
         if run.checkpoint and not run.finished():  # an evaluation, checked before folders move
             with naming(f"run {run.folder.name}"):
                 run.measure.require()
-    with folder.locked(experiment.held):
-        write_json(experiment.folder / CONTENTS, experiment.contents())
-        if config["resume"] == "never":
-            _set_aside(experiment, trials)
-        folder.note(experiment.held, config)
-        failed = _tune(experiment, hand_to)
-        work = _Work(experiment, [trial for trial in experiment.trials() if trial.arm not in failed])
-        work.failed |= failed
-        print(work.header(), flush=True)
+
+    def train_attempts(attempts: Sequence[Trial]) -> dict[str, list[str]]:
+        work = _Work(experiment, attempts, later=[trial for trial in trials if not trial.finished()])
         work.execute(hand_to)
-        table = _report(experiment)
+        return work.failed
+
+    with folder.locked(experiment.held):
+        _describe(experiment, tuning)
+        if experiment.config["resume"] == "never":
+            _set_aside(experiment, [*tuning.attempts(), *tuning.settled().trials()])
+        folder.note(experiment.held, experiment.config)
+        failed = tuning.train(train_attempts)
+        settled = tuning.settled()
+        work = _Work(settled, settled.trials())
+        work.failed |= failed
+        print(filled([*work.header(), *tuning.header()]), flush=True)
+        work.execute(hand_to)
+        _describe(experiment, tuning)
+        table = _report(settled, list(experiment.arms), tuning)
     if work.failed:
         print(work.complaints(), flush=True)
         raise SystemExit(1)
@@ -90,40 +119,12 @@ def train_all(experiment: Experiment, hand_to: str | None = None) -> Table:
 
 def _set_aside(experiment: Experiment, trials: Sequence[Trial]) -> None:
     """Move unfinished runs aside before any run starts: an interrupted command continues without ``resume=never``."""
-    attempts = [attempt for arm in experiment.chosen for attempt in experiment.attempts(arm)]
-    for trial in (*attempts, *trials):
-        if (trial in attempts or experiment.choice(trial.arm)) and not trial.finished():
+    for trial in trials:
+        if not trial.finished():
             with contextlib.nullcontext() if trial.folder == experiment.held else folder.locked(trial.folder):
                 start = folder.prepare({**trial.config, "resume": "never", "start_from": None})
                 if start.moves:
                     folder.make_room(trial.config)
-
-
-def _tune(experiment: Experiment, hand_to: str | None) -> dict[str, list[str]]:
-    """Run the tuning attempts of every arm. Return the error lines of the arms without a best value, by arm.
-
-    A grid has one round. Optuna has several rounds, and chooses each by the results of the earlier ones.
-    """
-    failed: dict[str, list[str]] = {}
-    tune = experiment.tune
-    later = [trial for trial in experiment.trials() if not (experiment.choice(trial.arm) and trial.finished())]
-    while attempts := [one for arm in experiment.chosen if arm not in failed for one in experiment.attempts(arm)]:
-        assert tune is not None  # or there were no attempts
-        arms = ", ".join(dict.fromkeys(attempt.arm for attempt in attempts))
-        tried = f"{listed(tune.space)}; {len(attempts)} attempts now"
-        print(_filled([f"tuning {arms} on a part of the training data, by {tune.decides()}: {tried}"]), flush=True)
-        work = _Work(experiment, attempts, later)
-        work.execute(hand_to)
-        for attempt in attempts:
-            words = [line for run in attempt.runs.values() for line in work.failed.get(run.name, [])]
-            if not words and not attempt.finished():  # a callback has ended the attempt
-                words = [f"{attempt.folder} has ended before its last step, and so cannot be compared"]
-            failed |= {attempt.arm: [*failed.get(attempt.arm, []), *words]} if words else {}
-    for arm in experiment.chosen:
-        choice = experiment.choice(arm) if arm not in failed else None
-        if choice and not choice.found:
-            failed[arm] = [f"{arm}: every value that was tried has diverged: {listed(choice.tried)}"]
-    return failed
 
 
 class _Work:
@@ -163,8 +164,8 @@ class _Work:
             print(f"\nstopped; to go on:\n  {again()}", flush=True)
             raise SystemExit(128 + stopped)
 
-    def header(self) -> str:
-        """Return sentences on the arms and seeds, the finished runs, and the tuned values."""
+    def header(self) -> list[str]:
+        """Return sentences on the arms and seeds, and the finished runs."""
         experiment = self.experiment
         lines = [
             f"experiment {experiment.config['name']}: arms {', '.join(experiment.chosen)}; "
@@ -173,11 +174,7 @@ class _Work:
         if self.done:
             names = ", ".join(run.name for run in self.done)
             lines.append(f"finished already, and skipped: {names}")
-        tuned = {arm: choice.texts() for arm, choice in experiment.won.items() if arm in experiment.chosen}
-        if tuned:
-            values = (f"{arm} {', '.join(map('='.join, values.items()))}" for arm, values in tuned.items())
-            lines.append(f"tuned: {'; '.join(values)}")
-        return _filled(lines)
+        return lines
 
     def complaints(self) -> str:
         """Return the error lines of failed runs, their names, and the command to try again."""
@@ -201,8 +198,6 @@ class _Work:
         if code == 0:
             self.done[run] = None
             numbers = "".join(map(self._conclude, trials))
-        elif any(trial.diverged for trial in trials):
-            how = "diverged, which counts as the worst" if run.diverged else "not started, as a run before has diverged"
         elif run.after and run.after.name in self.failed:
             how = f"not started, as {run.after.name} has failed"
             self.failed[run.name] = [f"{run.name}: {how}"]
@@ -294,41 +289,32 @@ def _refuse_ranks() -> None:
             )
 
 
-def _report(experiment: Experiment) -> Table:
+def _describe(experiment: Experiment, tuning: Tuning) -> None:
+    """Write the arms with their overrides, and the columns of the table, for `compare.py` and notebooks."""
+    arms = experiment.arms | tuning.settled().arms
+    write_json(experiment.folder / CONTENTS, {"arms": arms, "table": experiment.columns, **tuning.contents()})
+
+
+def _report(experiment: Experiment, arms: Sequence[str], tuning: Tuning) -> Table:
     """Print the table and its notes, and write the results; return the table."""
-    table = experiment.table()
-    write_json(experiment.folder / CONTENTS, experiment.contents())
-    notes = _notes(experiment, table)
+    table = replace(experiment.table(arms), tuned=tuning.texts())
+    notes = [*tuning.notes(), *_notes(experiment, table)]
     known = ", ".join(k for run in table.runs[:1] for k, value in run.summary.items() if isinstance(value, int | float))
     empty = [f"no run has a number '{name}' in its summary.json; there are {known}" for name in table.empty_columns()]
     sentences = [*table.verdicts(), FOOTNOTE, *table.meanings(), *notes, *empty]
-    print(f"\n{table.text()}\n\n{_filled(sentences)}", flush=True)
+    print(f"\n{table.text()}\n\n{filled(sentences)}", flush=True)
     _conclude_evaluations(experiment, table)  # first, as the page has their tables too
-    print(f"\n{_filled(write(table, experiment.folder, [experiment.folder], 'results', notes))}", flush=True)
+    print(f"\n{filled(write(table, experiment.folder, [experiment.folder], 'results', notes))}", flush=True)
     return table
 
 
 def _notes(experiment: Experiment, table: Table) -> list[str]:
-    """Return sentences on the table: how values were tuned, runs that do not compare, are left out, or not finished."""
-    mine, notes = {run.folder for run in table.runs}, []
-    if tune := experiment.tune:
-        seeds = f"{'seeds' if len(tune.seeds) > 1 else 'seed'} {', '.join(map(str, tune.seeds))}"
-        notes.append(
-            f"tuned on a part of the training data that no number above uses, by {tune.decides()}, {seeds}: the "
-            f"best of {listed(tune.space)}; '{EDGE.strip()}' marks the end of the values tried"
-        )
-        choices = experiment.choices.items()
-        lost = [f"{arm} {', '.join(lines(values))}" for arm, choice in choices for values in choice.diverged]
-        notes += [f"diverged, and counted as the worst: {'; '.join(lost)}"] if lost else []
+    """Return sentences on the table: runs that do not compare, are left out, or not finished."""
+    mine = {run.folder for run in table.runs}
     others = [run for run in read_runs(experiment.folder) if run.finished and run.folder not in mine]
     names = ", ".join(f"{run.arm}/seed{run.seed}" for run in others)
     left_out = [f"not in the table, because their configuration differs: {names}"] if names else []
-    return [*notes, *apart(table.runs), *left_out, *unfinished([experiment.folder])]
-
-
-def _filled(sentences: Sequence[str]) -> str:
-    lines = (textwrap.wrap(one, WIDTH, break_on_hyphens=False, break_long_words=False) for one in sentences)
-    return "\n".join(line for some in lines for line in some)
+    return [*apart(table.runs), *left_out, *unfinished([experiment.folder])]
 
 
 def _conclude_evaluations(experiment: Experiment, table: Table) -> None:

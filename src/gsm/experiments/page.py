@@ -20,6 +20,7 @@ from markupsafe import Markup
 from gsm import paths
 from gsm.config.check import ConfigError, flat
 from gsm.config.options import TIME, opening, saved
+from gsm.experiments import SEVERAL
 from gsm.experiments.table import FOOTNOTE, RunSummary, Table
 from gsm.files import open_regular, read_json
 from gsm.tables import Grid
@@ -30,7 +31,7 @@ TEMPLATE = Path(__file__).with_suffix(".html.jinja")
 PICTURES = (
     "Pictures: lines and bars are means over the seeds, bands and whiskers a standard deviation, dots single seeds."
 )
-PARENTS = {"arm", "arms", "seed", "seeds", "runs", "tune", "jobs", "resume", "table"}
+PARENTS = {*SEVERAL, "arm", "seed", "runs", "jobs", "resume", "table"}
 OWN = {*PARENTS, "folder", "logs", "name"}
 LARGEST = 1 << 20  # bytes of a configuration, or of an evaluation's picture: a larger file is not of this project
 

@@ -37,6 +37,7 @@ from gsm import plots
 from gsm.config.check import ConfigError
 from gsm.config.options import saved
 from gsm.evaluation.checkpoints import TRAINED
+from gsm.experiments import SEVERAL
 from gsm.experiments.table import RunSummary, Table, summarise
 from gsm.files import damage, read_json, replacing
 from gsm.intervals import over_windows
@@ -49,7 +50,7 @@ FACTS = (
     *("corpus", "corpus_sha256", "optimizer", "learning_rate", "steps", "tokens", "parameters", "seconds"),
     *("device", "versions"),
 )
-LOCAL = ("folder=", "logs=", "jobs=", "arms=null", "seeds=null", "tune=null")  # where a run lies, and who started it
+LOCAL = ("folder=", "logs=", "jobs=", *(f"{key}=null" for key in SEVERAL))  # where a run lies, and who started it
 BITS, SUMS = "/bits_per_byte", "/by_document"  # of an evaluation: its number, and nats and bytes of every document
 MARKED = re.compile(r"(<!-- (?P<kind>rows|costs): (?P<words>[^\n]+?) -->)\n(?P<body>.*?)(<!-- end -->)", re.DOTALL)
 CHANGE = re.compile(r"ln\((?P<after>[^\s:]+):(?P<before>[^\s:]+)\)")
@@ -57,7 +58,7 @@ LENGTHS = {256: "256", 4096: "4K", 65536: "64K"}  # tokens before the one that i
 
 
 def publish(folder: Path, into: Path, metrics: Sequence[str]) -> str:
-    """Append a row for each run below `logs/<name>`, and for each tuning attempt, to `<into>/<name>.csv`.
+    """Append a row for each run below `logs/<name>`, also in hidden folders, to `<into>/<name>.csv`.
 
     A run that has not ended has no row yet.
 
@@ -251,7 +252,7 @@ def _asked(words: str, folder: Path) -> tuple[str, Table, dict[str, str]]:
 
 
 def _is_run(folder: Path) -> bool:
-    """Return whether a folder with a summary is an arm's seed, or a tuning attempt; runs inside of an arm are parts."""
+    """Return whether a folder with a summary is that of an arm and a seed; runs inside of an arm are parts."""
     return re.fullmatch(r"seed-?\d+", folder.name) is not None
 
 

@@ -1,49 +1,45 @@
 """The runs of a configuration: one ``Run`` for each process that trains or measures, composed before any starts.
 
-``python train.py ... --cfg runs`` prints them, ``expand`` returns them, ``gsm.experiments.execute`` starts them.
+``gsm.experiments.execute`` lists and starts them.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
+import copy
 import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gsm import paths
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose, quoted, refuse_unnamed
-from gsm.config.load import CheckpointError, checkpoint_file, digest, instantiate
-from gsm.config.naming import label
+from gsm.config.load import CheckpointError, checkpoint_file, digest
 from gsm.evaluation import commands
 from gsm.evaluation.checkpoints import TRAINED
 from gsm.evaluation.measure import Measure
 from gsm.evaluation.ruler import Ruler
+from gsm.experiments import SEVERAL
 from gsm.experiments.entries import (
     OWN,
     Entry,
     is_group,
     key_of,
+    naming,
     parse_runs,
     read_arms,
     read_chosen,
     read_columns,
     read_seeds,
 )
-from gsm.experiments.table import RunSummary, Table, read_runs, summarise
-from gsm.experiments.tune import OPTUNA, Choice, Grid, Study, Values, ends, lines, read_tune, search
+from gsm.experiments.table import Table, read_runs, summarise
 from gsm.files import read_json, write_json
 from gsm.training import folder, weights
 from gsm.training.trainer import refuse_early
-
-TUNING = ".tuning"  # in an experiment's folder; nothing that looks for runs looks there
-JOURNAL = "optuna.jsonl"
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,15 +77,6 @@ class Run:
         """The measure that its words ask for. Raises ConfigError."""
         return commands.asked(self.words)
 
-    @property
-    def diverged(self) -> bool:
-        """Whether a run of this configuration ended with a loss or a gradient that is not finite."""
-        summary = read_json(self.folder / "summary.json") or {}
-        failed = summary.get("status") == "failed" and str(summary.get("reason")).startswith(
-            FloatingPointError.__name__
-        )
-        return failed and self.config is not None and summary.get("identity") == folder.identity(self.config)
-
     def finished(self) -> bool:
         """Return whether its results are there, and those of all runs before it. A run with a broken checkpoint is not
         finished: started again, it names the remedy."""
@@ -117,13 +104,12 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """One arm with one seed: a line of the table; or, with values that are tried, an attempt of tuning.
+    """One arm with one seed: a line of the table.
 
     Attributes:
         config: composed; all of its runs have it.
         overrides: that it was composed from.
         runs: by name; a single one without a name trains in the trial's own folder.
-        values: that an attempt tries, by key. It is judged on a tuning split and lies where no table looks.
     """
 
     arm: str
@@ -131,21 +117,15 @@ class Trial:
     config: Mapping[str, Any] = field(repr=False)
     overrides: tuple[str, ...] = field(repr=False)
     runs: dict[str, Run] = field(default_factory=dict)
-    values: Values | None = None
 
     @property
     def folder(self) -> Path:
         """With its summary."""
         return Path(self.config["folder"])
 
-    @property
-    def diverged(self) -> bool:
-        """Whether it is an attempt with a run that has diverged, and would again."""
-        return self.values is not None and any(run.diverged for run in self.runs.values())
-
     def finished(self) -> bool:
-        """Return whether all of its runs have come to their end, or it has diverged."""
-        return self.diverged or all(run.finished() for run in self.runs.values())
+        """Return whether all of its runs have come to their end."""
+        return all(run.finished() for run in self.runs.values())
 
     def note(self, **facts: Any) -> None:
         """Write its state so far; a single run writes all by itself. Raises OSError."""
@@ -170,23 +150,6 @@ class Trial:
         curves = where[trained[0]] if trained else ""
         self.note(**{**facts, "status": "finished", "runs": runs, "curves": curves, "run": None})
 
-    def cost(self, by: Mapping[str, str]) -> float:
-        """Return the number that decides between attempts, lower is better; infinite if it has diverged.
-
-        Raises ConfigError where its summary has no such number.
-        """
-        if self.diverged:
-            return math.inf
-        summary = RunSummary(self.arm, self.seed, self.folder, read_json(self.folder / "summary.json") or {})
-        for column, way in by.items():
-            value = summary.number(column)
-            if value is not None:
-                return math.inf if not math.isfinite(value) else -value if way == "highest" else value
-        raise ConfigError(
-            f"tune.by={' or '.join(by)} is not allowed because {self.folder}/summary.json has no such number. Use a "
-            "number that it has"
-        )
-
     def _trained(self) -> list[str]:
         return [name for name, run in self.runs.items() if run.config is not None]
 
@@ -202,23 +165,6 @@ def in_order(trials: Iterable[Trial]) -> list[Run]:
     return list(ordered)
 
 
-def expand(config: Mapping[str, Any], given: Sequence[str] = ()) -> list[Run]:
-    """Return the runs of a configuration in the order in which they start, and write nothing.
-
-    A run that several arms share stands once. With ``tune`` the attempts of a grid come first, and the runs after them
-    have the first values of the grid; Optuna has not chosen its attempts yet.
-
-    Args:
-        config: composed (``gsm.config.compose.compose``).
-        given: the overrides that it was composed from.
-
-    Raises:
-        ConfigError: an arm, a run or a value cannot be trained.
-    """
-    experiment = Experiment(config, given)
-    return in_order([*experiment.grid(), *experiment.trials()])
-
-
 class Experiment:
     """The arms and seeds that one command trains.
 
@@ -231,8 +177,7 @@ class Experiment:
         arms: all arms by name, with their overrides.
         chosen: the names of those to train.
         seeds: to train them with.
-        tune: the values that each arm tries first; None: nothing.
-        choices: the best values of the arms for which the search has ended.
+        columns: of the table.
 
     Raises:
         ConfigError: arms, seeds, runs or table cannot be used.
@@ -252,11 +197,8 @@ class Experiment:
         one_seed = config["seeds"] is None or "seed" in keys
         self.seeds = [config["seed"]] if one_seed else read_seeds(config["seeds"])
         self.columns = read_columns(config["table"])
-        self.tune = read_tune(config.get("tune"), self.columns, config["runs"])
-        self.choices: dict[str, Choice] = {}
-        self._trials: dict[tuple[str, ...], Trial] = {}  # by overrides: composing takes a third of a second
-        self._costs: dict[Trial, float] = {}  # of finished attempts
-        self._tuners: dict[str, Grid | Study] = {}
+        self._trials: dict[tuple[str, ...], Trial] = {}  # by overrides
+        self._configs: dict[tuple[str, ...], dict[str, Any]] = {}  # composing takes a third of a second
 
     @property
     def folder(self) -> Path:
@@ -266,148 +208,59 @@ class Experiment:
     @property
     def held(self) -> Path:
         """The folder that no other command may work on: the experiment's, or that of a single arm and seed."""
-        single = self.config["arms"] is None and self.config["seeds"] is None and self.tune is None
+        single = all(self.config[key] is None for key in SEVERAL)
         return self.trial(self.chosen[0], self.seeds[0]).folder if single else self.folder
 
-    def trials(self) -> list[Trial]:
-        """Return the chosen arms, seed by seed, so that arms can be compared early. Raises ConfigError, for any arm.
+    def with_arms(self, arms: Mapping[str, list[str]]) -> Experiment:
+        """Return the experiment with these arms alone, and with other overrides."""
+        other = copy.copy(self)
+        other.arms, other._trials = dict(arms), {}
+        other.chosen = [arm for arm in self.chosen if arm in arms]
+        return other
 
-        An arm that is not tuned yet has the first values of its lists, and the lowest of its ranges.
-        """
-        for arm in self.chosen:
-            self._check_tuning(arm)
+    def trials(self) -> list[Trial]:
+        """Return the chosen arms, seed by seed, so that arms can be compared early. Raises ConfigError, for any arm."""
         for arm in self.arms:
             self.trial(arm, self.seeds[0])
         return [self.trial(arm, seed) for seed in self.seeds for arm in self.chosen]
 
-    def trial(self, arm: str, seed: int, values: Values | None = None) -> Trial:
-        """Return one arm with one seed, or an attempt with values. Overrides of the user come last and hold for all.
+    def trial(self, arm: str, seed: int) -> Trial:
+        """Return one arm with one seed. Raises ConfigError, which names the arm, and the run of it."""
+        with naming(f"arm {arm}"):
+            return self.build(arm, seed, self.overrides(arm, seed))
 
-        Raises ConfigError, which names the arm, and the run of it.
+    def build(
+        self, arm: str, seed: int, overrides: tuple[str, ...], pick: Callable[[list[Entry]], list[Entry]] = list
+    ) -> Trial:
+        """Return the trial of these overrides with its runs, always the same one. Raises ConfigError.
+
+        Args:
+            arm: that it belongs to.
+            seed: in the overrides.
+            overrides: to compose it from.
+            pick: returns the entries of ``runs`` that it has, changed or not.
         """
-        overrides = self._overrides(arm, seed, values)
         if overrides not in self._trials:
-            with naming(f"arm {arm}" + (f" with {', '.join(lines(values))}" if values else "")):
-                trial = Trial(arm, seed, self._composed(overrides), overrides, values=values)
-                self._add_runs(trial)
+            trial = Trial(arm, seed, self._composed(overrides), overrides)
+            self._add_runs(trial, pick)
             self._trials[overrides] = trial
         return self._trials[overrides]
 
-    def table(self) -> Table:
-        """Return the table of all finished runs of this configuration, of this command or another."""
-        runs = [run for run in read_runs(self.folder) if run.finished and run.arm in self.arms and self.choice(run.arm)]
-        mine = [run for run in runs if self.trial(run.arm, run.seed).finished()]
-        tuned = {arm: choice.texts() for arm, choice in self.won.items()}
-        return replace(summarise(mine, self.columns, self.arms), tuned=tuned)
-
-    def contents(self) -> dict[str, Any]:
-        """Return the folder's description: arms with their tuned values, and the table's columns."""
-        values = {arm: lines(choice.values) for arm, choice in self.won.items()}
-        arms = {arm: [*own, *values.get(arm, ())] for arm, own in self.arms.items()}
-        tuned = {arm: {key: {"shown": text} for key, text in one.texts().items()} for arm, one in self.won.items()}
-        return {"arms": arms, "table": self.columns, **({"tuned": tuned} if self.tune else {})}
-
-    def space(self, arm: str) -> dict[str, Any]:
-        """Return the values that an arm tries, without the keys that the arm or the command line sets."""
-        fixed = {key_of(line) for line in [*self.arms[arm], *self.given]}
-        space = self.tune.space if self.tune else {}
-        return {key: values for key, values in space.items() if key.removeprefix("/") not in fixed}
-
-    def grid(self) -> list[Trial]:
-        """Return all attempts of the arms' grids, tried or not; none where Optuna chooses them. Raises ConfigError."""
-        if self.tune is None or self.tune.tuner == OPTUNA:
-            return []
-        return [
-            self.trial(arm, seed, values)
-            for arm in self.chosen
-            if (space := self.space(arm))
-            for values in Grid(space).proposed
-            for seed in self.tune.seeds
-        ]
-
-    def attempts(self, arm: str) -> list[Trial]:
-        """Return the attempts that an arm has to train next. Without any, its best values are in ``choices``.
-
-        Raises ConfigError.
-        """
-        space, tune = self.space(arm), self.tune
-        if arm in self.choices or not tune or not space:
-            self.choices.setdefault(arm, Choice({}, {}))
-            return []
-
-        def cost(values: Values) -> float | None:
-            costs = [self._cost(self.trial(arm, seed, values)) for seed in tune.seeds]
-            known = [one for one in costs if one is not None]
-            return math.fsum(known) / len(known) if len(known) == len(costs) else None
-
-        if arm not in self._tuners:  # made once: a study reads a file
-            self._tuners[arm] = Grid(space) if tune.tuner != OPTUNA else self._study(arm, space)
-        missing, choice = search(self._tuners[arm], cost)
-        if choice:
-            self.choices[arm] = choice
-        tried = [self.trial(arm, seed, values) for values in missing for seed in tune.seeds]
-        return [attempt for attempt in tried if self._cost(attempt) is None]
-
-    def choice(self, arm: str) -> Choice | None:
-        """Return the values that an arm is trained with; None: something is left to be tried."""
-        self.attempts(arm)
-        return self.choices.get(arm)
-
-    @property
-    def won(self) -> dict[str, Choice]:
-        """The values of tuned arms, in the order of the arms; an arm with nothing but diverged attempts has none."""
-        known = {arm: self.choices[arm] for arm in self.arms if arm in self.choices}
-        return {arm: choice for arm, choice in known.items() if choice.values and choice.found}
-
-    def _study(self, arm: str, space: Mapping[str, Any]) -> Study:
-        assert self.tune is not None
-        runs = self.trial(arm, self.tune.seeds[0], ends(space)[0]).runs.values()
-        trains = " ".join(folder.identity({**run.config, "start_from": None}) for run in runs if run.config)
-        return Study(self.tuning(arm) / JOURNAL, space, self.tune, trains)
-
-    def tuning(self, arm: str) -> Path:
-        """Return the folder of an arm's attempts."""
-        return self.folder / TUNING / arm
-
-    def _check_tuning(self, arm: str) -> None:
-        """Raise ConfigError where an arm cannot be tuned: no tuning split, or a value that cannot be trained."""
-        space, tune = self.space(arm), self.tune
-        if not tune or not space:
-            return
-        first = self.trial(arm, self.seeds[0])
-        with naming(f"arm {arm}"):
-            _require_tunable(first.config)
-        if tune.tuner != OPTUNA:
-            self.choice(arm)  # composes every attempt
-            return
-        for values in ends(space):
-            with naming(f"arm {arm} with {', '.join(lines(values))}"):
-                instantiate(self.trial(arm, tune.seeds[0], values).config["optimizer"], "optimizer")
-
-    def _cost(self, attempt: Trial) -> float | None:
-        """Return None for an attempt that is not finished."""
-        if attempt not in self._costs and self.tune and attempt.finished():
-            if not attempt.diverged:
-                attempt.conclude()  # a command that was killed has not written it
-            self._costs[attempt] = attempt.cost(self.tune.by)
-        return self._costs.get(attempt)
-
-    def _overrides(self, arm: str, seed: int, values: Values | None) -> tuple[str, ...]:
+    def overrides(self, arm: str, seed: int, values: Sequence[str] = ()) -> tuple[str, ...]:
+        """Return the overrides of an arm with a seed, and with further values. Those of the user come last."""
         first = [line for line in self.given if key_of(line) in ("experiment", "runs")]  # which arms may change
         last = [line for line in self.given if line not in first and key_of(line).partition(".")[0] not in OWN]
         last = [line for line in last if line != "resume=never"]  # which the parent obeys, once
-        tunes = self.tune or "tune" in map(key_of, self.given)  # the experiment's yaml would tune in every run
-        one = ["arms=null", "seeds=null", *(["tune=null"] if tunes else [])]
+        one = [f"{key}=null" for key in SEVERAL]  # or a run would be an experiment itself
         one += [f"arm={quoted(arm)}", f"seed={seed}", f"name={quoted(self.config['name'])}"]
-        tuned = values
-        if tuned is None:
-            tuned = self.choices[arm].values if arm in self.choices else ends(self.space(arm))[0]
-        if values is not None:
-            place = self.tuning(arm) / label(values) / f"seed{seed}"
-            last += ["data.held_out=tuning", "ngrams=false", "sample=false", f"folder={quoted(place)}"]
-        return (*first, *one, *self.arms[arm], *lines(tuned), *last)
+        return (*first, *one, *self.arms[arm], *values, *last)
 
-    def _add_runs(self, trial: Trial) -> None:
+    def table(self, rows: Iterable[str]) -> Table:
+        """Return the table of all finished runs of this configuration, of this command or another, by arms ``rows``."""
+        runs = [run for run in read_runs(self.folder) if run.finished and run.arm in self.arms]
+        return summarise([run for run in runs if self.trial(run.arm, run.seed).finished()], self.columns, list(rows))
+
+    def _add_runs(self, trial: Trial, pick: Callable[[list[Entry]], list[Entry]]) -> None:
         """Add every run of a trial, or the run of another arm that trains the same."""
         config, entries = trial.config, trial.config["runs"]
         if entries is None:
@@ -415,9 +268,7 @@ class Experiment:
             trial.runs[""] = Run(self._name(trial.folder), trial.folder, command, after, config)
             return
         weights_of: dict[str | None, Path] = {}
-        tries = trial.values is not None
-        parsed = parse_runs(entries)
-        for entry in _until(parsed, self.tune.until if self.tune else None) if tries else parsed:
+        for entry in pick(parse_runs(entries)):
             start, after = weights_of.get(entry.after), trial.runs.get(entry.after or "")
             if entry.checkpoint:
                 weights_of[entry.name] = checkpoint_file(entry.checkpoint)
@@ -432,12 +283,11 @@ class Experiment:
         place = trial.folder / entry.name
         overrides = [*_without(trial.overrides, entry.lines, start), "runs=null", *entry.lines]
         overrides += [f"folder={quoted(place)}", *([f"start_from={quoted(start)}"] if start else [])]
-        overrides += ["data.held_out=tuning"] if trial.values is not None else []  # whatever data the run chooses
         with naming(f"run {entry.name}"):
             config = self._composed(overrides)
         after, command = after or self._trained_in(config), (*self.script, *overrides)
         run = Run(self._name(place), place, command, after, config)
-        for arm in self.arms if trial.values is None else ():
+        for arm in self.arms:
             if arm == trial.arm:
                 break
             other = self.trial(arm, trial.seed).runs.get(entry.name)
@@ -465,11 +315,13 @@ class Experiment:
 
     def _composed(self, overrides: Sequence[str]) -> dict[str, Any]:
         """Return a configuration that can be trained, and loaded from its checkpoint. Raises ConfigError."""
-        config = compose(overrides)
-        refuse_unnamed(config)
-        if config.get("runs") is None:
-            refuse_early(config)
-        return config
+        if (key := tuple(overrides)) not in self._configs:
+            config = compose(overrides)
+            refuse_unnamed(config)
+            if config.get("runs") is None:
+                refuse_early(config)
+            self._configs[key] = config
+        return self._configs[key]
 
     def _name(self, place: Path) -> str:
         return os.path.relpath(place, self.folder)
@@ -478,37 +330,6 @@ class Experiment:
 def _trains(config: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return all that decides the weights of a run: its configuration, where it starts, and whether as a branch."""
     return folder.identity({**config, "start_from": None}), config.get("start_from"), weights.is_branch(config)
-
-
-def _until(entries: Sequence[Entry], last: str | None) -> list[Entry]:
-    """Return the entries that train; with ``last``, that entry and all entries before it in its chain."""
-    wanted = {last}
-    for entry in reversed(entries):
-        wanted |= {entry.after} if entry.name in wanted else set()
-    return [entry for entry in entries if not entry.measures and (last is None or entry.name in wanted)]
-
-
-def _require_tunable(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for data without a tuning split, and for an arm that starts from one that is not there yet."""
-    if "held_out" not in config["data"]:
-        raise ConfigError(
-            f"tune is not allowed because {config['data'].get('_target_')} has no data.held_out, so that no part of "
-            "the training data decides. Use other data, or tune=null"
-        )
-    start = config.get("start_from")
-    if start and not checkpoint_file(start).is_file():
-        raise ConfigError(
-            f"start_from={start} is not allowed because tuning finds no checkpoint there. Use arm=... to train it first"
-        )
-
-
-@contextlib.contextmanager
-def naming(place: str) -> Iterator[None]:
-    """Put the place of an error in front of it."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{place}: {error}") from error
 
 
 def _without(overrides: Sequence[str], lines: Sequence[str], start: Path | None) -> list[str]:

@@ -1,7 +1,8 @@
 """Tuning: the values that each arm tries, on a part of its training data, before it trains with the best of them.
 
-A grid tries every combination of its values. Optuna chooses values, also from ranges, and keeps each arm's study in a
-journal. ``gsm.experiments.runs`` composes the attempts and reads their costs.
+An attempt is a trial of the arm with further overrides: its values, the tuning split, and a folder in ``.tuning``. The
+best values become overrides of the arm. A grid tries every combination of its values. Optuna chooses values, also from
+ranges, and keeps each arm's study in a journal.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -20,9 +22,29 @@ import numpy as np
 
 from gsm import paths
 from gsm.config.check import ConfigError, unknown
+from gsm.config.command_line import path_text
 from gsm.config.compose import quoted
-from gsm.experiments.entries import NOT_FOR_ARMS, check_overrides, flat_entries, parse_runs, read_seeds
+from gsm.config.load import checkpoint_file
+from gsm.config.naming import label
+from gsm.experiments.entries import (
+    NOT_FOR_ARMS,
+    Entry,
+    check_overrides,
+    flat_entries,
+    key_of,
+    naming,
+    parse_runs,
+    read_seeds,
+)
+from gsm.experiments.runs import Experiment, Run, Trial
+from gsm.experiments.table import RunSummary
+from gsm.files import read_json
+from gsm.tables import filled
+from gsm.training import folder
 
+TUNING = ".tuning"  # in an experiment's folder; nothing that looks for runs looks there
+JOURNAL = "optuna.jsonl"
+HELD_OUT = "data.held_out=tuning"  # the split that no table reports
 NOT_FOR_TUNING = {*NOT_FOR_ARMS, "runs", "start_from", "start_fresh", "data.held_out"}
 GRID, OPTUNA = "grid", "optuna"
 OPTIONS: dict[str, Any] = {"tuner": GRID, "by": None, "seeds": 1, "run": None}  # entries beside keys, with defaults
@@ -41,7 +63,7 @@ Space = Mapping[str, Any]  # by key: a list of values, or a distribution of Optu
 
 @dataclass(frozen=True)
 class Tune:
-    """The entry ``tune`` of a configuration.
+    """The entry ``tune`` of a configuration. Without keys in its space nothing is tuned.
 
     Attributes:
         space: by key, in the order of the yaml, a list of values, or a distribution of Optuna's for a range.
@@ -65,6 +87,17 @@ class Tune:
         """Return the numbers that decide, in words."""
         return ", else ".join(f"{column} ({way})" for column, way in self.by.items())
 
+    def entries(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Return the entries of ``runs`` that an attempt trains, on the tuning split of the data that each chooses."""
+        wanted = {self.until}
+        for entry in reversed(entries):
+            wanted |= {entry.after} if entry.name in wanted else set()
+        return [
+            replace(entry, lines=(*entry.lines, HELD_OUT)) if entry.trains else entry
+            for entry in entries
+            if not entry.measures and (self.until is None or entry.name in wanted)
+        ]
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -74,13 +107,13 @@ class Choice:
         values: by key; the first ones that were tried where every attempt has diverged.
         tried: all values that were tried, by key.
         diverged: combinations with an attempt that has diverged.
-        found: whether an attempt came to its end.
+        finite: whether an attempt came to its end.
     """
 
     values: Values
     tried: dict[str, list[Any]]
     diverged: list[Values] = field(default_factory=list)
-    found: bool = True
+    finite: bool = True
 
     def at_edge(self, key: str) -> bool:
         """Return whether the value is the lowest or highest number that was tried: a better one may lie beyond."""
@@ -92,6 +125,213 @@ class Choice:
     def texts(self) -> dict[str, str]:
         """Return the values as cells of a table, with a mark at an edge."""
         return {key: f"{quoted(value)}{EDGE if self.at_edge(key) else ''}" for key, value in self.values.items()}
+
+
+class Tuning:
+    """The searches of an experiment's arms. With ``tune=null`` there are none.
+
+    Raises ConfigError where the entry ``tune`` or a value of it cannot be used, or an arm has no tuning split.
+    """
+
+    def __init__(self, experiment: Experiment) -> None:
+        config = experiment.config
+        self.experiment = experiment
+        self.tune = read_tune(config.get("tune"), experiment.columns, config["runs"])
+        self.searches: dict[str, Search] = {}  # by arm
+        for arm, overrides in experiment.arms.items():
+            fixed = {key_of(line) for line in [*overrides, *experiment.given]}
+            space = {key: values for key, values in self.tune.space.items() if key.removeprefix("/") not in fixed}
+            if space:
+                self.searches[arm] = Search(experiment, arm, self.tune, space)
+        self.chosen = [self.searches[arm] for arm in experiment.chosen if arm in self.searches]
+        for search in self.chosen:
+            search.check()
+
+    def grid(self) -> list[Trial]:
+        """Return all attempts of the chosen arms' grids, tried or not; none where Optuna chooses them."""
+        return [attempt for search in self.chosen for attempt in search.grid()]
+
+    def attempts(self) -> list[Trial]:
+        """Return the attempts that the chosen arms have to train next."""
+        return [attempt for search in self.chosen for attempt in search.missing()]
+
+    def train(self, work: Callable[[list[Trial]], dict[str, list[str]]]) -> dict[str, list[str]]:
+        """Train attempts until the search of every chosen arm has ended: one round of a grid, several of Optuna.
+
+        Args:
+            work: trains attempts, and returns the error lines of failed runs by their names.
+
+        Returns:
+            the error lines of the arms without a best value, by arm.
+        """
+        failed: dict[str, list[str]] = {}
+        while attempts := [attempt for attempt in self.attempts() if attempt.arm not in failed]:
+            arms = ", ".join(dict.fromkeys(attempt.arm for attempt in attempts))
+            tried = f"{listed(self.tune.space)}; {len(attempts)} attempts now"
+            sentence = f"tuning {arms} on a part of the training data, by {self.tune.decides()}: {tried}"
+            print(filled([sentence]), flush=True)
+            errors = work(attempts)
+            for attempt in attempts:
+                cost = self.searches[attempt.arm].cost(attempt)
+                if cost == math.inf:
+                    print(f"{path_text(attempt.folder)} has diverged, which counts as the worst", flush=True)
+                elif cost is None:
+                    words = [line for run in attempt.runs.values() for line in errors.get(run.name, [])]
+                    words = words or [f"{attempt.folder} has ended before its last step, and so cannot be compared"]
+                    failed[attempt.arm] = [*failed.get(attempt.arm, []), *words]
+        for search in self.chosen:
+            if search.choice and not search.choice.finite:
+                tried = listed(search.choice.tried)
+                failed[search.arm] = [f"{search.arm}: every value that was tried has diverged: {tried}"]
+        return failed
+
+    def settled(self) -> Experiment:
+        """Return the experiment of the arms that need no values or have their best ones, as overrides. An arm that an
+        earlier command has tuned is one of them."""
+        for search in self.searches.values():
+            if search in self.chosen or search.folder.is_dir():
+                search.missing()
+        best, arms = self._best(), self.experiment.arms
+        values = {arm: lines(best[arm].values) if arm in best else () for arm in arms}
+        ready = [arm for arm in arms if arm in best or arm not in self.searches]
+        return self.experiment.with_arms({arm: [*arms[arm], *values[arm]] for arm in ready})
+
+    def texts(self) -> dict[str, dict[str, str]]:
+        """Return the best values as cells of a table, by arm."""
+        return {arm: choice.texts() for arm, choice in self._best().items()}
+
+    def contents(self) -> dict[str, Any]:
+        """Return the part of an experiment's description that has its tuned values."""
+        tuned = {arm: {key: {"shown": text} for key, text in texts.items()} for arm, texts in self.texts().items()}
+        return {"tuned": tuned} if self.tune.space else {}
+
+    def header(self) -> list[str]:
+        """Return a sentence on the best values of the chosen arms; empty without any."""
+        texts = {arm: values for arm, values in self.texts().items() if arm in self.experiment.chosen}
+        words = [f"{arm} {', '.join(map('='.join, values.items()))}" for arm, values in texts.items()]
+        return [f"tuned: {'; '.join(words)}"] if words else []
+
+    def notes(self) -> list[str]:
+        """Return sentences on how values were chosen, and on those that have diverged."""
+        if not self.tune.space:
+            return []
+        seeds = f"{'seeds' if len(self.tune.seeds) > 1 else 'seed'} {', '.join(map(str, self.tune.seeds))}"
+        how = (
+            f"tuned on a part of the training data that no number above uses, by {self.tune.decides()}, {seeds}: the "
+            f"best of {listed(self.tune.space)}; '{EDGE.strip()}' marks the end of the values tried"
+        )
+        choices = {arm: search.choice for arm, search in self.searches.items() if search.choice}
+        lost = [f"{arm} {', '.join(lines(values))}" for arm, choice in choices.items() for values in choice.diverged]
+        return [how, *([f"diverged, and counted as the worst: {'; '.join(lost)}"] if lost else [])]
+
+    def _best(self) -> dict[str, Choice]:
+        choices = {arm: search.choice for arm, search in self.searches.items()}
+        return {arm: choice for arm, choice in choices.items() if choice and choice.finite}
+
+
+class Search:
+    """The attempts of one arm, and its best values.
+
+    Attributes:
+        space: the values that the arm tries, without the keys that it or the command line sets.
+        folder: of all attempts.
+        choice: the best values; None until the search has ended.
+    """
+
+    def __init__(self, experiment: Experiment, arm: str, tune: Tune, space: Space) -> None:
+        self.experiment, self.arm, self.tune, self.space = experiment, arm, tune, space
+        self.folder = experiment.folder / TUNING / arm
+        self.choice: Choice | None = None
+        self._costs: dict[Trial, float] = {}
+
+    def grid(self) -> list[Trial]:
+        """Return the attempts of every combination of values; none where Optuna chooses them."""
+        proposed = Grid(self.space).proposed if self.tune.tuner == GRID else []
+        return [attempt for values in proposed for attempt in self._attempts(values)]
+
+    def missing(self) -> list[Trial]:
+        """Return the attempts to train next; without any, ``choice`` is known."""
+        if self.choice:
+            return []
+        missing, self.choice = search(self._tuner, self._mean)
+        tried = [attempt for values in missing for attempt in self._attempts(values)]
+        return [attempt for attempt in tried if self.cost(attempt) is None]
+
+    def cost(self, attempt: Trial) -> float | None:
+        """Return the number that decides, lower is better; infinite if it has diverged, None if it is not finished.
+
+        Raises ConfigError where its summary has no such number.
+        """
+        if attempt not in self._costs:
+            if any(map(_diverged, attempt.runs.values())):
+                self._costs[attempt] = math.inf
+            elif attempt.finished():
+                attempt.conclude()  # a command that was killed has not written it
+                self._costs[attempt] = _cost(attempt.folder, self.tune.by)
+        return self._costs.get(attempt)
+
+    def check(self) -> None:
+        """Raise ConfigError where the arm cannot be tuned: no tuning split, or a value that cannot be trained."""
+        config = self.experiment.trial(self.arm, self.experiment.seeds[0]).config
+        if "held_out" not in config["data"]:
+            raise ConfigError(
+                f"arm {self.arm}: tune is not allowed because {config['data'].get('_target_')} has no data.held_out, "
+                "so that no part of the training data decides. Use other data, or tune=null"
+            )
+        start = config.get("start_from")
+        if start and not checkpoint_file(start).is_file():
+            raise ConfigError(
+                f"arm {self.arm}: start_from={start} is not allowed because tuning finds no checkpoint there. Use "
+                "arm=... to train it first"
+            )
+        if not self.grid():
+            for values in ends(self.space):
+                self._attempts(values)
+
+    @cached_property
+    def _tuner(self) -> Grid | Study:
+        if self.tune.tuner == GRID:
+            return Grid(self.space)
+        attempt, *_ = self._attempts(ends(self.space)[0])
+        configs = [run.config for run in attempt.runs.values() if run.config]
+        trains = " ".join(folder.identity({**config, "start_from": None}) for config in configs)
+        return Study(self.folder / JOURNAL, self.space, self.tune, trains)
+
+    def _attempts(self, values: Values) -> list[Trial]:
+        """Return the attempts with these values, one for each seed."""
+        attempts = []
+        for seed in self.tune.seeds:
+            place = self.folder / label(values) / f"seed{seed}"
+            overrides = self.experiment.overrides(self.arm, seed, lines(values))
+            overrides += (HELD_OUT, "ngrams=false", "sample=false", f"folder={quoted(place)}")
+            with naming(f"arm {self.arm} with {', '.join(lines(values))}"):
+                attempts.append(self.experiment.build(self.arm, seed, overrides, self.tune.entries))
+        return attempts
+
+    def _mean(self, values: Values) -> float | None:
+        """Return the mean cost of the attempts with these values; None while one is not finished."""
+        costs = [self.cost(attempt) for attempt in self._attempts(values)]
+        known = [cost for cost in costs if cost is not None]
+        return math.fsum(known) / len(known) if len(known) == len(costs) else None
+
+
+def _diverged(run: Run) -> bool:
+    """Return whether a run of this configuration has ended with a loss or a gradient that is not finite."""
+    summary = read_json(run.folder / "summary.json") or {}
+    failed = summary.get("status") == "failed" and str(summary.get("reason")).startswith(FloatingPointError.__name__)
+    return failed and run.config is not None and summary.get("identity") == folder.identity(run.config)
+
+
+def _cost(place: Path, by: Mapping[str, str]) -> float:
+    summary = RunSummary("", 0, place, read_json(place / "summary.json") or {})
+    for column, way in by.items():
+        value = summary.number(column)
+        if value is not None:
+            return math.inf if not math.isfinite(value) else -value if way == "highest" else value
+    raise ConfigError(
+        f"tune.by={' or '.join(by)} is not allowed because {place}/summary.json has no such number. Use a number that "
+        "it has"
+    )
 
 
 def search(tuner: Grid | Study, cost: Callable[[Values], float | None]) -> tuple[list[Values], Choice | None]:
@@ -220,8 +460,8 @@ def ends(space: Space) -> tuple[Values, Values]:
     return first, {key: values[-1] if isinstance(values, list) else values.high for key, values in space.items()}
 
 
-def read_tune(tune: Any, columns: Sequence[str], runs: Any = None) -> Tune | None:
-    """Return the entry ``tune`` of a configuration, checked; None: nothing is tuned. Raises ConfigError.
+def read_tune(tune: Any, columns: Sequence[str], runs: Any = None) -> Tune:
+    """Return the entry ``tune`` of a configuration, checked; null has no keys to try. Raises ConfigError.
 
     Args:
         tune: of the configuration.
@@ -229,7 +469,7 @@ def read_tune(tune: Any, columns: Sequence[str], runs: Any = None) -> Tune | Non
         runs: of the configuration, for the names of those that train.
     """
     if tune is None:
-        return None
+        return Tune({}, {}, [])
     if not isinstance(tune, Mapping):
         raise ConfigError(f"tune={tune!r} is not allowed because it maps keys to values to try. Use {EXAMPLE}")
     entries = dict(tune)

@@ -144,6 +144,8 @@ def refuse_early(config: Mapping[str, Any]) -> None:
     """Raise ConfigError for values that a later run would refuse, before anything that leads to it is trained."""
     if "model" in config:
         sketch(config)
+    if "optimizer" in config:
+        instantiate(config["optimizer"], "optimizer")
     if "task" in config.get("data", {}):  # other data read files
         instantiate(config["data"], "data")
     if chosen := config.get("trainer"):
