@@ -1,8 +1,12 @@
-"""Explorer, Hugging Face, compiled loops and context parallelism can each be deleted, and the rest works as before."""
+"""Explorer, Hugging Face, compiled loops and context parallelism can each be deleted, and the rest works as before.
+
+Every command that a run names afterwards can be called, and the command of a deleted part ends in one sentence.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,15 +24,14 @@ COPIED = (
     "CONTRIBUTING.md",
     "pyproject.toml",
     "train.py",
-    "evaluate.py",
-    "generate.py",
+    *("evaluate.py", "generate.py", "explore.py", "export.py"),
 )
-# For each part its folder, and the one line elsewhere that names it, where there is one.
+# For each part its folder, the one line elsewhere that names it, and its command, where there are such.
 PARTS = {
-    "explorer": ("src/gsm/explorer", None),
-    "Hugging Face": ("src/gsm/hf", None),
-    "compiled loops": ("kernels/gsm_kernels/cpu", ("kernels/gsm_kernels/__init__.py", "from . import cpu ")),
-    "context parallelism": ("src/gsm/context", None),
+    "explorer": ("src/gsm/explorer", None, "explore.py"),
+    "Hugging Face": ("src/gsm/hf", None, "export.py"),
+    "compiled loops": ("kernels/gsm_kernels/cpu", ("kernels/gsm_kernels/__init__.py", "from . import cpu "), None),
+    "context parallelism": ("src/gsm/context", None, None),
 }
 TESTS = ("test_floors.py", "test_prompts.py", "ops/test_dispatch.py")
 TRAIN = "size=pico data=needle seeds=1 jobs=1 trainer=cpu trainer.max_steps=2 data.validation_sequences=2 sample=false"
@@ -36,7 +39,12 @@ IMPORTED = "import gsm, gsm_kernels; print(gsm.__file__)"
 
 
 @pytest.fixture(params=PARTS)
-def rest(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def part(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def rest(part: str, tmp_path: Path) -> Path:
     """A copy of the repository without one of the parts."""
     ignored = shutil.ignore_patterns("__pycache__", "logs", ".*")
     for name in COPIED:
@@ -45,7 +53,7 @@ def rest(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
             shutil.copytree(source, tmp_path / name, ignore=ignored)
         else:
             shutil.copy(source, tmp_path / name)
-    folder, line = PARTS[request.param]
+    folder, line, _ = PARTS[part]
     shutil.rmtree(tmp_path / folder)
     if line is not None:
         path, start = tmp_path / line[0], line[1]
@@ -56,12 +64,17 @@ def rest(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(rest: Path, *arguments: str) -> str:
-    """Return the output of Python in the copy; fail with it where the command fails."""
+def call(rest: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Call Python in the copy."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     environment = {**kept, "PYTHONPATH": f"{rest / 'src'}:{rest / 'kernels'}", "GSM_CACHE": str(rest / "cache")}
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=rest, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    return subprocess.run(command, cwd=rest, env=environment, capture_output=True, text=True, timeout=600, check=False)
+
+
+def run(rest: Path, *arguments: str) -> str:
+    """Return the output of Python in the copy; fail with it where the command fails."""
+    done = call(rest, *arguments)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-4000:]
     return output
@@ -69,10 +82,20 @@ def run(rest: Path, *arguments: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1300)
-def test_a_part_can_be_deleted_and_the_rest_works(rest: Path) -> None:
+def test_a_part_can_be_deleted_and_the_rest_works(rest: Path, part: str) -> None:
     tests = [str(rest / "tests" / name) for name in TESTS]
     assert run(rest, "-c", IMPORTED).startswith(str(rest / "src")), "the copy is what runs"
     run(rest, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not nightly", *tests)
-    run(rest, "train.py", *TRAIN.split())
+    _, _, following = run(rest, "train.py", *TRAIN.split()).partition("Next:\n")
+    assert following, "a run names commands to go on with"
+    for script in re.findall(r"python (\w+\.py)", following):
+        run(rest, script, "--help")
     (checkpoint,) = rest.glob("logs/**/last.ckpt")
     assert "nats per token" in run(rest, "evaluate.py", f"checkpoint={checkpoint}", "device=cpu")
+    if script := PARTS[part][2]:
+        done = call(rest, script, "checkpoint=nano")
+        assert done.returncode == 1
+        assert (
+            done.stderr
+            == f"error: this command needs {PARTS[part][0]}, which has been deleted. Use a whole copy of GSM.\n"
+        )

@@ -39,6 +39,11 @@ def in_clone() -> bool:
     return (ROOT / "pyproject.toml").is_file() and (ROOT / "train.py").is_file()
 
 
+def has(part: str) -> bool:
+    """Return whether a folder of the package is there: a user may delete the optional ones (`CONTRIBUTING.md`)."""
+    return (PACKAGE / part / "__init__.py").is_file()
+
+
 def called(script: str) -> str:
     """Return the command of a script: ``python generate.py`` in a clone, ``gsm-generate`` in an installed package."""
     name, _, words = script.partition(".py")

@@ -98,6 +98,7 @@ def compare() -> None:
 
 def explore() -> None:
     """Show the computation of a trained model at every token of a text."""
+    _require("explorer")
     with importing():
         from gsm.explorer.command import write
     threads.settle()
@@ -107,6 +108,7 @@ def explore() -> None:
 
 def export() -> None:
     """Write a trained model as a folder for transformers."""
+    _require("hf")
     try:
         with importing():
             from gsm.hf.export import export
@@ -114,6 +116,11 @@ def export() -> None:
         raise SystemExit(f"error: export.py needs {error.name}: {paths.install('hf')}") from error
 
     command_line.call(export, "export.py")
+
+
+def _require(part: str) -> None:
+    if not paths.has(part):
+        raise SystemExit(f"error: this command needs src/gsm/{part}, which has been deleted. Use a whole copy of GSM.")
 
 
 if __name__ == "__main__":  # python -m gsm.scripts evaluate ..., used by experiments

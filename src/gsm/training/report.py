@@ -16,7 +16,7 @@ from gsm.analysis import overlap
 from gsm.config.command_line import command, path_text, sweeping, typed
 from gsm.evaluation import paper
 from gsm.evaluation.questions import MEASURES
-from gsm.paths import in_clone
+from gsm.paths import has, in_clone
 from gsm.provenance import processor
 from gsm.tables import SCREEN, grid_lines
 from gsm.training.callbacks.progress import clock
@@ -84,7 +84,7 @@ def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, write
     if writes:
         lines += ["  " + command("generate", f"checkpoint={path_text(folder)}", "prompt=def ")]
         lines += ["  " + command("evaluate", f"checkpoint={path_text(folder)}")]
-    if "shared_state" in (facts["memory_bytes"] or {}):
+    if "shared_state" in (facts["memory_bytes"] or {}) and has("explorer"):
         arguments = [("text_file=README.md" if in_clone() else "text=def ")] if writes else []
         lines += ["  " + command("explore", f"checkpoint={path_text(folder)}", *arguments)]
     return "\n".join(lines)
