@@ -61,7 +61,7 @@ def test_a_flipped_bit_of_a_checkpoint_is_never_taken_for_what_was_written(copy:
     last, draw = copy / "checkpoints/last.ckpt", random.Random(0)
     written, meant, refused = last.read_bytes(), torch.load(last, weights_only=True), 0
     assert same(read_checkpoint(last), meant)
-    for _ in range(60):
+    for _ in range(30):
         flip(last, draw.randrange(8 * len(written)))
         try:
             assert same(read_checkpoint(last), meant)
@@ -69,7 +69,7 @@ def test_a_flipped_bit_of_a_checkpoint_is_never_taken_for_what_was_written(copy:
             assert str(last) in str(error)
             refused += 1
         last.write_bytes(written)
-    assert refused > 40, "most of a checkpoint are tensors"
+    assert refused > 20, "most of a checkpoint are tensors"
 
 
 def test_a_flipped_bit_in_a_weight_is_found_wherever_a_checkpoint_is_used(home: Path, copy: Path):
@@ -203,17 +203,22 @@ ODD: dict[str, Callable[[dict], object]] = {
 
 
 @pytest.mark.parametrize("said", ODD)
-def test_a_file_of_another_shape_is_one_sentence_wherever_it_is_read(said: str, home: Path, copy: Path):
+def test_a_file_of_another_shape_is_one_sentence(said: str, copy: Path):
     last = copy / "checkpoints/last.ckpt"
     checkpoint = torch.load(last, weights_only=True)
     ODD[said](checkpoint)
     torch.save(checkpoint, last)
+    with pytest.raises(CheckpointError, match=re.escape(f"no checkpoint of a run of this project: {said}")) as error:
+        read_checkpoint(last)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_of_another_shape_is_refused_wherever_it_is_read(home: Path, copy: Path):
+    last = copy / "checkpoints/last.ckpt"
+    torch.save({**torch.load(last, weights_only=True), "hyper_parameters": 7}, last)
     for use in (lambda: gsm.load_model(last), lambda: gsm.load_model(copy), going_on(home, copy)):
-        with pytest.raises(
-            CheckpointError, match=re.escape(f"no checkpoint of a run of this project: {said}")
-        ) as error:
+        with pytest.raises(CheckpointError, match="no checkpoint of a run of this project: hyper_parameters is 7"):
             use()
-        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("value", [7, [], "text", None, torch.ones(2)])

@@ -11,7 +11,7 @@ from small import SHALLOW, build
 
 import gsm
 
-CAPACITY, PROMPT, CALLS = 24, 8, 60
+CAPACITY, PROMPT, CALLS = 12, 8, 24
 
 
 def tensors() -> list[torch.Tensor]:

@@ -67,9 +67,9 @@ def test_logits_of_the_loaded_model_are_those_of_the_checkpoint(theirs: Any, our
         torch.testing.assert_close(some, whole.head(whole.hidden_BRD[:, [0, 5]]), rtol=0, atol=1e-6)
 
 
-def test_200_greedy_tokens_are_ours(theirs: Any, ours: Any):
-    written = theirs.generate(tokens(), max_new_tokens=200, do_sample=False, eos_token_id=None)
-    assert torch.equal(written[:, 70:], ours.generate(tokens(), 200))
+def test_greedy_tokens_are_ours(theirs: Any, ours: Any):
+    written = theirs.generate(tokens(), max_new_tokens=40, do_sample=False, eos_token_id=None)
+    assert torch.equal(written[:, 70:], ours.generate(tokens(), 40))
 
 
 @pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 3}, {"prefill_chunk_size": 5}], ids=str)
@@ -340,6 +340,7 @@ def test_pushing_sends_the_weights_and_the_file_that_names_the_code(theirs: Any,
     assert {"config.json", "model.safetensors", "modeling_gsm.py"} <= {file.path_in_repo for file in sent["operations"]}
 
 
+@pytest.mark.slow
 def test_the_folder_names_its_code_for_those_who_do_not_import_it(folder: Path):
     """As lm-eval's own backend loads it: a process that has not heard of this project."""
     code = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import shutil
 from dataclasses import replace
@@ -29,7 +30,8 @@ QUICK["text"] = "random"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """No ceilings are measured: that takes longer than all tests."""
+    """No ceilings are measured and no garbage is collected: that takes longer than all tests."""
+    monkeypatch.setattr(gc, "collect", lambda: 0)
     monkeypatch.setattr(timing, "ceilings", lambda device: ROOF)
 
 

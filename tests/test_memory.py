@@ -21,7 +21,7 @@ from small import MEMORIES, SHALLOW, K, M, W, assert_same, build, variant
 from gsm.cache.memory import Memory, _tensors
 from gsm.models.base import LanguageModel
 
-EXAMPLES = -(-int(os.environ.get("GSM_FUZZ", "200")) // len(MEMORIES))  # sequences of calls for each model
+EXAMPLES = -(-int(os.environ.get("GSM_FUZZ", "100")) // len(MEMORIES))  # sequences of calls for each model
 CALLS = 14  # in a sequence, at most
 CHECKS: Any = list(HealthCheck)
 # Every run draws the same, and nothing is kept on disk.
