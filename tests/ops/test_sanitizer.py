@@ -251,7 +251,7 @@ HARMLESS = {
     "indexer_kl": ["_seen"],
     "mhc_boundary": ["coefficient_gradients", "coefficient_gradients"],
 }
-LONG = {"attend", "index_top_k", "indexer_kl", "mhc_boundary"}  # up to a minute each
+LONG = {"attend", "index_top_k", "indexer_kl", "mhc_boundary", "score_slots"}  # up to a minute each
 
 
 def with_kernels() -> list[object]:
