@@ -253,6 +253,7 @@ def test_a_memory_of_inference_mode_is_refused_while_gradients_are_recorded():
 
 # torch's own tracer instantiates autograd.Function, and torch warns about that.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.slow
 def test_a_compiled_model_takes_a_growing_memory():
     model, tokens = build("transformer", geometry=SHALLOW), random_tokens(1, 12)
     compiled = torch.compile(model, backend="eager")
