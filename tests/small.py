@@ -63,7 +63,11 @@ LENGTHS = (1, 2, 3, W, W + 1, K * RATIO, M, M + 1, 2 * M + 1, 40, 41)
 @cache
 def variant(group: str, name: str):
     """The partial that a yaml of a group stands for, as the model's constructor receives it."""
-    part = OmegaConf.load(ROOT / "configs" / "model" / group / f"{name}.yaml")
+    part: Any = OmegaConf.load(ROOT / "configs" / "model" / group / f"{name}.yaml")
+    for choice in part.pop("defaults", []):
+        for place, chosen in choice.items() if not isinstance(choice, str) else ():
+            group, _, key = place.removeprefix("/model/").partition("@")
+            part[key] = OmegaConf.load(ROOT / "configs" / "model" / group / f"{chosen}.yaml")
     return instantiate(OmegaConf.create({"size": asdict(GEOMETRY), "part": part}).part, _convert_="all")
 
 
@@ -99,6 +103,7 @@ def cases() -> list[str]:
         "gsm",
         *choices(
             "gsm",
+            "encoder_layer",
             "encoder_reading",
             "retriever",
             "stage_input",
@@ -142,6 +147,8 @@ MEMORIES = (
     "gsm-retriever=separate_indexer",
     "gsm-retriever=random_topk",
     "gsm-retriever=dense",
+    "gsm-encoder_layer=convolved",
+    "gsm-encoder_layer=recurrent",
     "gsm-encoder_reading=window_only",
     "gsm-ratio=3",
     *(f"gsm-writer={name}" for name in variants("model/writer") if writes_its_own_way(name)),

@@ -52,7 +52,7 @@ def test_layers_repeat_over_the_depth():
     model = plain(["window", "window", "all"])
     kinds = [type(block.attention) for block in model.decoder]
     assert kinds == [SlidingWindow, SlidingWindow, Attention] * 2 + [SlidingWindow] * 2
-    assert model.reaches == [W - 1, W - 1, None] * 2 + [W - 1] * 2 and model.reach is None
+    assert model.decoder.reaches == [W - 1, W - 1, None] * 2 + [W - 1] * 2 and model.reach is None
     assert plain(["window"]).reach == GEOMETRY.depth * (W - 1)
 
 

@@ -27,6 +27,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 HOME = {  # slot: its page
     "model": "mixers",
     "model/decoder_start": "decoder",
+    "model/encoder_layer": "encoder",
     "model/encoder_reading": "encoder",
     "model/feed_forward": "experts",
     "model/indexer_training": "retrievers",

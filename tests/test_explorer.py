@@ -40,7 +40,7 @@ from gsm.explorer.words import of_text, questions_of, targets_of, visible
 T = 24
 TWO = torch.tensor([0] * 9 + [1] * 15)  # documents; the first one has a token too many for its slots
 PLAIN = "gsm-residual=plain"
-GSMS = [case for case in MEMORIES if case.startswith("gsm")]
+GSMS = [case for case in MEMORIES if case.startswith("gsm") and "recurrent" not in case]
 HOSTILE = (
     '</script><script>window.bad = 1</script><img src=x onerror="window.bad = 1"> \u202egnp.exe & "\' ]]> --> 🙂é\0'
 )

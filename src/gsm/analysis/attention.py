@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gsm.cache.slots import plan_slots
+from gsm.layers.latent_attention import LatentAttention
 from gsm.models.gsm import GSM
 from gsm.observe import Recording
 from gsm.shapes import last_rows
@@ -92,9 +93,16 @@ def decoder_attention(model: GSM, seen: Recording) -> Tensor:
 def names_of(model: GSM) -> list[str]:
     """All attentions in the order of the computation: ``encoder/1`` .., ``stage/1`` .., ``decoder/5`` .."""
     geometry, stages = model.geometry, len(model.aggregation.layers)
-    encoder = [f"encoder/{layer}" for layer in range(1, geometry.encoder_layers + 1)]
+    layers = range(1, geometry.encoder_layers + 1)
+    encoder = [f"encoder/{layer}" for layer in layers if layer not in without_attention(model)]
     decoder = [f"decoder/{layer}" for layer in range(geometry.encoder_layers + 1, geometry.depth + 1)]
     return [*encoder, *(f"stage/{stage}" for stage in range(1, stages + 1)), *decoder]
+
+
+def without_attention(model: GSM) -> list[int]:
+    """Return the encoder layers without attention weights: their mixers are recurrences (``model/encoder_layer``)."""
+    layers = enumerate(model.encoder, 1)
+    return [layer for layer, block in layers if not isinstance(block.attention, LatentAttention)]
 
 
 def sinks(model: GSM, seen: Recording) -> dict[str, Tensor]:

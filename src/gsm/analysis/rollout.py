@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gsm.analysis.attention import attention_map, attention_parts
+from gsm.analysis.attention import attention_map, attention_parts, without_attention
 from gsm.models.gsm import GSM
 from gsm.observe import Recording
 
@@ -61,7 +61,8 @@ def state_routes(model: GSM, seen: Recording, sequence: int = 0) -> Routes:
         sequence: which of the batch.
 
     Raises:
-        ValueError: the call has pruned rows, so that maps of layers cannot be multiplied.
+        ValueError: the call has pruned rows, or an encoder layer is recurrent, so that maps of layers cannot be
+            multiplied.
     """
     layers_LTT = encoder_rollout(model, seen, sequence)
     maps, names = [layers_LTT[-1]], ["encoder"]
@@ -75,6 +76,11 @@ def state_routes(model: GSM, seen: Recording, sequence: int = 0) -> Routes:
 
 def encoder_rollout(model: GSM, seen: Recording, sequence: int = 0) -> Tensor:
     """A_0 to A_L, float [L + 1, T, T]: the encoder's stream behind each layer; rows sum to 1. As ``state_routes``."""
+    if layers := without_attention(model):
+        raise ValueError(
+            f"a model with recurrent encoder layers {layers} is not allowed because they have no attention weights. "
+            "Use a model of model/encoder_layer=attention"
+        )
     length, first = seen["position"].shape[1], seen["encoder/1/weights"]
     if first.shape[1] != length or seen["state/e"].shape[1] != length:
         raise ValueError(f"a call for fewer than {length} rows is not allowed. Use a call without rows and memory")

@@ -50,10 +50,17 @@ class BankCache:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """The cache of a sparse-attention layer: its window, and its bank if it owns one."""
+    """The cache of a sparse-attention layer.
+
+    Attributes:
+        window: its window.
+        bank: its bank (None: it owns none).
+        convolution: the last inputs of its convolution (None: it has none).
+    """
 
     window: WindowStore
     bank: BankCache | None = None
+    convolution: WindowStore | None = None
 
 
 @dataclass(frozen=True)

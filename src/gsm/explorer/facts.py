@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from gsm.analysis.attention import attention_map, attention_parts, entries_back, names_of, slot_starts
+from gsm.analysis.attention import (
+    attention_map,
+    attention_parts,
+    entries_back,
+    names_of,
+    slot_starts,
+    without_attention,
+)
 from gsm.analysis.interventions import ablations
 from gsm.analysis.rollout import TAPS, state_routes
 from gsm.models.base import LanguageModel, Output
@@ -115,8 +122,8 @@ def gather(
         target_T: int64, -100 for none; None: the next token, if it is in the same document.
 
     Raises:
-        ValueError: the model has no shared state, there are too few or too many tokens, or documents or targets have
-            another length.
+        ValueError: the model has no shared state, an encoder layer of it is recurrent, there are too few or too many
+            tokens, or documents or targets have another length.
     """
     check(model, len(token_T))
     for name, x in (("documents", document_T), ("targets", target_T)):
@@ -165,6 +172,11 @@ def check(model: LanguageModel, tokens: int | None = None, name: str = "") -> No
         raise ValueError(
             f"model {name or type(model).__name__} is not allowed because it has no shared state. Use a GSM "
             "(evaluate.py measures any model)"
+        )
+    if layers := without_attention(model):
+        raise ValueError(
+            f"model {name or type(model).__name__} is not allowed because its encoder layers {layers} are recurrent "
+            "and have no attention weights. Use a GSM of model/encoder_layer=attention"
         )
     least = model.geometry.encoder_ratio + 1
     if tokens is not None and not least <= tokens <= LONGEST:

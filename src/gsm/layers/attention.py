@@ -1,6 +1,6 @@
 """Dense attention to all previous tokens: a mixer of the slot ``model/mixer``, and YOCO's second half.
 
-A mixer of this slot follows ``gsm.layers.block.SlotMixer``.
+A mixer of this slot follows ``gsm.layers.block.Mixer``.
 """
 
 from __future__ import annotations

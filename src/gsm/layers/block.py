@@ -21,7 +21,8 @@ class LayerOutput(NamedTuple):
 
     Attributes:
         cache: its cache after the call (None: it has none).
-        attended: the entries that its rows attended to, for the layers and stages above (None: none).
+        attended: the entries that its rows attended to, for the layers and stages above (None: none; then the
+            stack passes on the entries of the layer below).
         indexer_loss: loss and recall of its indexer, in training.
         layer_input_BTD: input of its attention, read from the streams, before the norm; set by the block.
         layer_output_BRD: read-out of its final streams, before any norm; set by the block.
@@ -37,7 +38,15 @@ class LayerOutput(NamedTuple):
 
 
 class Mixer(Protocol):
-    """The interface of a sequence mixer: attention of any kind, or a recurrence."""
+    """The interface of a sequence mixer: attention of any kind, or a recurrence.
+
+    A mixer of the slot ``model/mixer`` is made by a call ``mixer(shape, geometry=..., name=...)``.
+    """
+
+    @property
+    def reach(self) -> int | None:
+        """Number of earlier positions of its input that a row needs (0: only its own, None: all of them)."""
+        ...
 
     def start(self, batch: int, kind: str) -> Any:
         """Return an empty cache for ``batch`` sequences; ``kind`` (``encoder`` or ``decoder``) labels its bytes."""
@@ -81,15 +90,6 @@ class MixerGeometry(Protocol):
 
     def bank_rope(self) -> Rope:
         """Return the rotation of layers that see the whole context."""
-        ...
-
-
-class SlotMixer(Mixer, Protocol):
-    """A mixer of the slot ``model/mixer``, made by a call ``mixer(shape, geometry=..., name=...)``."""
-
-    @property
-    def reach(self) -> int | None:
-        """Number of earlier positions of its input that a row needs (0: only its own, None: all of them)."""
         ...
 
 

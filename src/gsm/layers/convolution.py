@@ -1,4 +1,4 @@
-"""A short causal convolution before a recurrence: every channel mixes its own last few tokens."""
+"""A short causal convolution: every channel mixes its own last few tokens."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ class ShortConvolution(nn.Module):
     Args:
         channels: width of the input and the output.
         width: tokens that a position sees, including itself.
+        zero: start at zero instead of random weights.
 
     Raises:
         ValueError: for a width outside of 1 to 1024.
     """
 
-    def __init__(self, channels: int, width: int):
+    def __init__(self, channels: int, width: int, *, zero: bool = False):
         super().__init__()
         within(1, 1024, convolution=width)
         self.width = width
-        self.weight = nn.Parameter(torch.empty(channels, width))
-        draw(self.weight, width**-0.5)
+        self.weight = nn.Parameter(torch.zeros(channels, width))
+        if not zero:
+            draw(self.weight, width**-0.5)
 
     def forward(self, seen_BEC: Tensor, position_BT: Tensor) -> Tensor:
         """Return the convolution at the new positions.

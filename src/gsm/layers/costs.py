@@ -10,7 +10,7 @@ known cost.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torch import nn
@@ -139,7 +139,8 @@ class LayerCost:
             that the new positions finish.
         looks: the entries that a row reads.
         stores: the stores of the layer.
-        window: cost of reading the layer's window, also in ``looks`` (None: no window, or no stage reads it).
+        window: cost of reading the window that stages on this layer read, its own or that of the layer below (None: no
+            window, or no stage reads it).
         bank: cost of reading a bank or a history that layers above may share (None: there is none).
         pool: largest number of slots that layers above search (None: all).
     """
@@ -162,6 +163,12 @@ class LayerCost:
     def search(self) -> AttentionCost | None:
         """The reads of its indexer (None: it has no indexer)."""
         return next((look for look in self.looks if look.part == "index scores"), None)
+
+    def above(self, below: LayerCost | None) -> LayerCost:
+        """Return the cost with window, bank and pool of the layer below, if this layer has neither window nor bank."""
+        if below is None or self.window or self.bank:
+            return self
+        return replace(self, window=below.window, bank=below.bank, pool=below.pool)
 
     def __add__(self, other: LayerCost) -> LayerCost:
         """Return the sum; window, bank and pool come from ``other``."""

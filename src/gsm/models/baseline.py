@@ -88,8 +88,7 @@ class Baseline(LanguageModel):
 
     def schedule(self, new: int, rows: int) -> Schedule:
         """Return the rows of each layer: the decoder's bank needs all encoder rows; the layers above it need fewer."""
-        reaches = [None, *[self.geometry.window - 1] * (self.geometry.decoder_layers - 1)]
-        decoder_input, *decoder = non_negative(stack_rows(new, rows, reaches))
+        decoder_input, *decoder = non_negative(stack_rows(new, rows, self.decoder.reaches))
         return Schedule([new] * self.geometry.encoder_layers, decoder, decoder_input=decoder_input)
 
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:

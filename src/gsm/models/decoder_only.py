@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from gsm.cache.memory import Memory
-from gsm.layers.block import SlotMixer
+from gsm.layers.block import Mixer
 from gsm.layers.costs import Layer
 from gsm.layers.feed_forward import FeedForward, SwiGLU
 from gsm.layers.residual import HyperConnection, Residual, Streams
@@ -53,7 +53,7 @@ class DecoderOnly(ParameterMatched):
         self,
         geometry: Geometry,
         *,
-        mixers: Mapping[str, Callable[..., SlotMixer]],
+        mixers: Mapping[str, Callable[..., Mixer]],
         layers: Sequence[str],
         query_rank: int | None = None,
         heads: int | None = None,
@@ -64,23 +64,22 @@ class DecoderOnly(ParameterMatched):
         names = repeated(layers, mixers, geometry.depth)
         super().__init__(geometry, partial(DecoderOnly, mixers=mixers, layers=layers), heads, query_rank)
         block = block_of(geometry, feed_forward=feed_forward, residual=residual)
-        blocks = []
-        self.reaches: list[int | None] = []  # one per layer
-        for layer, name in enumerate(names, 1):
-            mixer = mixers[name](self.shape, geometry=geometry, name=f"decoder/{layer}")
-            self.reaches.append(mixer.reach)
-            blocks.append(block(mixer))
+        blocks = [
+            block(mixers[name](self.shape, geometry=geometry, name=f"decoder/{layer}"))
+            for layer, name in enumerate(names, 1)
+        ]
         self.decoder = Stack(blocks, recompute=recompute)
 
     @property
     def reach(self) -> int | None:
         """The largest distance in positions at which a token can change an output; None: unlimited."""
-        finite = [reach for reach in self.reaches if reach is not None]
-        return sum(finite) if len(finite) == len(self.reaches) else None
+        reaches = self.decoder.reaches
+        finite = [reach for reach in reaches if reach is not None]
+        return sum(finite) if len(finite) == len(reaches) else None
 
     def schedule(self, new: int, rows: int) -> Schedule:
         """Return the rows of each layer."""
-        _, *decoder = non_negative(stack_rows(new, rows, self.reaches))
+        _, *decoder = non_negative(stack_rows(new, rows, self.decoder.reaches))
         return Schedule([], decoder, decoder_input=new)
 
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from gsm.layers.block import Block, Mixer
 from gsm.layers.indexer_training import IndexerTraining
-from gsm.layers.sparse import SparseAttention
 from gsm.models.geometry import Geometry
 from gsm.models.stack import Recompute, Stack
+from gsm.slots.encoder_layer import ATTENTION, EncoderLayer
 
 
 def build_encoder(
@@ -17,6 +17,7 @@ def build_encoder(
     block: Callable[[Mixer], Block],
     *,
     indexer_training: IndexerTraining,
+    encoder_layer: EncoderLayer = ATTENTION,
     reads_bank: bool = True,
     recompute: Recompute = False,
 ) -> Stack:
@@ -24,8 +25,9 @@ def build_encoder(
 
     Args:
         geometry: widths, depths and the layers that own a bank.
-        block: wraps an attention into a block.
+        block: wraps a mixer into a block.
         indexer_training: trains the encoder's indexers.
+        encoder_layer: builds the mixer of each layer.
         reads_bank: whether the layers attend to the banks that they build.
         recompute: recompute all or some activations in the backward pass.
     """
@@ -33,9 +35,10 @@ def build_encoder(
     window_rope, bank_rope = geometry.window_rope(), geometry.bank_rope()
     blocks = []
     for layer, role in enumerate(geometry.encoder_roles(), 1):
-        attention = SparseAttention(
+        mixer = encoder_layer.layer(
             shape,
             role,
+            geometry=geometry,
             window=geometry.window,
             top_k=geometry.top_k,
             ratio=geometry.encoder_ratio,
@@ -44,5 +47,5 @@ def build_encoder(
             reads_bank=reads_bank,
             indexer_training=indexer_training,
         )
-        blocks.append(block(attention))
+        blocks.append(block(mixer))
     return Stack(blocks, recompute=recompute)

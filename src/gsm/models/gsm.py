@@ -39,6 +39,7 @@ from gsm.models.stack import Recompute, Stack, balances_of, block_of, caches_of,
 from gsm.observe import tap
 from gsm.shapes import last_rows
 from gsm.slots.decoder_start import DecoderStart, State
+from gsm.slots.encoder_layer import ATTENTION, EncoderLayer
 from gsm.slots.encoder_reading import EncoderReading, TopK
 from gsm.slots.retriever.base import Retriever
 from gsm.slots.retriever.shared_topk import SharedTopK
@@ -58,6 +59,7 @@ class GSM(LanguageModel):
         geometry: widths and depths.
         stages: encoder layers that carry an aggregation stage; None: the geometry's stages, []: no aggregation.
         state_size: entries that a decoder row sees (M); None: window + top_k, the budget of one encoder attention.
+        encoder_layer: builds the mixer of each encoder layer.
         encoder_reading: decides whether the encoder's own attention reads its banks.
         retriever: selects the bank entries of a stage; called with ``dim_in, shape, top_k=..., stage=...``.
         stage_input: selects h of a stage.
@@ -83,6 +85,7 @@ class GSM(LanguageModel):
         *,
         stages: Sequence[int] | None = None,
         state_size: int | None = None,
+        encoder_layer: EncoderLayer = ATTENTION,
         encoder_reading: EncoderReading | None = None,
         retriever: Callable[..., Retriever] = SharedTopK,
         stage_input: StageInput | None = None,
@@ -109,7 +112,12 @@ class GSM(LanguageModel):
         block = block_of(geometry, feed_forward=feed_forward, residual=residual)
         reads_bank = (encoder_reading or TopK()).reads_bank
         self.encoder = build_encoder(
-            geometry, block, indexer_training=self.indexer_training, reads_bank=reads_bank, recompute=recompute
+            geometry,
+            block,
+            indexer_training=self.indexer_training,
+            encoder_layer=encoder_layer,
+            reads_bank=reads_bank,
+            recompute=recompute,
         )
         self.aggregation = Aggregation(
             layers,
@@ -130,7 +138,6 @@ class GSM(LanguageModel):
         self.writer = writer(shape, state_size=self.state_size, rope=rope, parts=reader.parts, **stage_count)
         check_writer(self.writer, layers)
         blocks: list[Block] = []
-        self.reaches: list[int] = []  # for each decoder layer, the earlier positions of its input that a row needs
         for layer in range(1, geometry.decoder_layers + 1):
             attention = reader.layer(
                 shape,
@@ -141,7 +148,6 @@ class GSM(LanguageModel):
                 rope=rope,
                 name=f"decoder/{geometry.encoder_layers + layer}",
             )
-            self.reaches.append(attention.reach)
             blocks.append(block(attention))
         self.decoder_start = decoder_start or State()
         self.decoder = Stack(blocks, recompute=recompute)
@@ -152,11 +158,9 @@ class GSM(LanguageModel):
         return gsm_schedule(
             new,
             rows,
-            encoder_layers=self.geometry.encoder_layers,
-            last_bank=max(self.geometry.bank_layers),
-            window=self.geometry.window,
+            encoder=self.encoder.reaches,
+            decoder=self.decoder.reaches,
             state_size=self.writer.positions,
-            reaches=self.reaches,
             writer_reach=self.writer.reach,
         )
 

@@ -18,9 +18,10 @@ _PARTS = (
     ("indexers", r"\.indexer\."),
     ("bank compressors", r"\.compressor\."),
     ("window entries", r"\.attention\.window\."),
+    ("convolutions", r"\.attention\.convolution\."),
     (
         "recurrence",
-        r"\.attention\.(key|value|beta|decay\w*|step|blend|angle|skip|key_bias|step_bias|gate|router|convolution)(\.|$)",
+        r"\.attention\.(key|value|beta|decay\w*|step|blend|angle|skip|key_bias|step_bias|gate|router)(\.|$)",
     ),
     ("query, output, sink", r"\.attention\.(query|output|sink)"),
     ("keys and values", r"(\.attention|^)\.?key_value\."),

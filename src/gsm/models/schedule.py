@@ -11,7 +11,7 @@
 
 A layer that computes R rows reads R + W - 1 positions of the layer below (its window), so the number of rows falls by W
 - 1 per layer upwards. Banks need every position, so no layer below the last bank can compute fewer (paper, equation
-14).
+14). A layer with a convolution reads a few positions more, and a recurrence needs every position.
 """
 
 from __future__ import annotations
@@ -66,11 +66,9 @@ def gsm_schedule(
     new: int,
     rows: int,
     *,
-    encoder_layers: int,
-    last_bank: int,
-    window: int,
+    encoder: Sequence[int | None],
+    decoder: Sequence[int | None],
     state_size: int,
-    reaches: Sequence[int],
     writer_reach: int = 0,
 ) -> Schedule:
     """Return the schedule of GSM.
@@ -78,21 +76,15 @@ def gsm_schedule(
     Args:
         new: new positions of the call (T).
         rows: requested rows (R), as in ``stack_rows``.
-        encoder_layers: depth of the encoder.
-        last_bank: last encoder layer that owns a bank (the paper's l*).
-        window: entries of an encoder layer's window (W).
+        encoder, decoder: the reaches of the layers, as in ``stack_rows``.
         state_size: number of positions with entries that a decoder row sees: M, or M / J if the writer writes J each.
-        reaches: for each decoder layer, the number of earlier positions of its input that a row needs.
         writer_reach: number of positions before those of the state that the state writer needs.
     """
-    decoder_input, *decoder = stack_rows(new, rows, reaches)
-    state = min(new, max(state_size + decoder[0] - 1, decoder_input))
+    decoder_input, *decoded = stack_rows(new, rows, decoder)
+    state = min(new, max(state_size + decoded[0] - 1, decoder_input))
     writer = min(new, state + writer_reach)
-    above = [
-        min(new, writer + (encoder_layers - layer) * (window - 1)) for layer in range(last_bank, encoder_layers + 1)
-    ]
-    encoder = non_negative([new] * (last_bank - 1) + above)
-    return Schedule(encoder, non_negative(decoder), *non_negative([writer, state, decoder_input]))
+    _, *encoded = stack_rows(new, writer, encoder)
+    return Schedule(non_negative(encoded), non_negative(decoded), *non_negative([writer, state, decoder_input]))
 
 
 def local_reach(*, encoder_layers: int, decoder_layers: int, window: int, state_size: int, reach: int = 0) -> int:

@@ -35,7 +35,7 @@ SAVED = {
 
 
 class Stack(nn.Module):
-    """Blocks in order.
+    """Blocks in order. Layers above a mixer without entries, a recurrence, see the entries of the layer below it.
 
     Args:
         blocks: the layers.
@@ -49,6 +49,8 @@ class Stack(nn.Module):
             raise ValueError(f"recompute={recompute!r} is not allowed. Use true, false or selective")
         self.blocks = nn.ModuleList(blocks)
         self.recompute = recompute
+        # For each layer, the number of earlier positions of its input that a row needs; None: all of them.
+        self.reaches = [block.attention.reach for block in blocks]
 
     def __iter__(self) -> Iterator[Block]:
         return (cast(Block, block) for block in self.blocks)
@@ -66,7 +68,7 @@ class Stack(nn.Module):
         """Return the cost of each layer; ``place`` is ``encoder`` or ``decoder``."""
         layers, below = [], None
         for block in self:
-            below = block.work(place, below)
+            below = block.work(place, below).above(below)
             layers.append(Layer(place, below))
         return layers
 
@@ -96,6 +98,8 @@ class Stack(nn.Module):
                 streams, out = checkpoint(block, streams, span, cache, below, use_reentrant=False, **options)
             else:
                 streams, out = block(streams, span, cache, below)
+            if out.attended is None and below is not None:
+                out = out._replace(attended=below.last_rows(span.rows))
             outputs.append(out)
             below, span = out.attended, span.cut()
         return streams, outputs

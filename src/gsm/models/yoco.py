@@ -26,7 +26,7 @@ from torch import Tensor
 
 from gsm.cache.memory import DenseCache, Memory
 from gsm.layers.attention import CrossAttention
-from gsm.layers.block import SlotMixer
+from gsm.layers.block import Mixer
 from gsm.layers.costs import Layer, LayerCost, products
 from gsm.layers.feed_forward import FeedForward, SwiGLU
 from gsm.layers.key_value import KeyValue
@@ -60,7 +60,7 @@ class YOCO(ParameterMatched):
         self,
         geometry: Geometry,
         *,
-        self_decoder: Callable[..., SlotMixer] = SlidingWindow,
+        self_decoder: Callable[..., Mixer] = SlidingWindow,
         window: int | None = None,
         key_value_heads: int | None = None,
         query_rank: int | None = None,

@@ -144,10 +144,16 @@ def _completed(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]
     made = dict(old)
     if "_target_" in new and old.get("_target_") == new["_target_"]:
         taken = parameters(new["_target_"]) or {}  # of this configuration: the other one is not trusted to name it
-        defaults = {key: taken[key].default for key in new.keys() - old.keys() if key in taken}
+        defaults = {key: _in_yaml(taken[key].default) for key in new.keys() - old.keys() if key in taken}
         made |= {key: value for key, value in defaults.items() if value is not Parameter.empty}
-    both = {key: (old[key], value) for key, value in new.items() if isinstance(old.get(key), Mapping)}
+    both = {key: (made[key], value) for key, value in new.items() if isinstance(made.get(key), Mapping)}
     return made | {key: _completed(first, two) for key, (first, two) in both.items() if isinstance(two, Mapping)}
+
+
+def _in_yaml(default: Any) -> Any:
+    """Return the default of an argument as a yaml has it: a part of this project by the path of its class."""
+    kind = type(default)
+    return {"_target_": f"{kind.__module__}.{kind.__qualname__}"} if kind.__module__.startswith("gsm.") else default
 
 
 @contextlib.contextmanager

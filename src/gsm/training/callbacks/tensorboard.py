@@ -64,6 +64,7 @@ COLUMNS = {  # columns of the HPARAMS tab: their path in the configuration; a mi
     "model": "choices.model",
     "size": "choices.size",
     "data": "choices.data",
+    "encoder_layer": "choices.model/encoder_layer",
     "encoder_reading": "choices.model/encoder_reading",
     "retriever": "choices.model/retriever",
     "stage_input": "choices.model/stage_input",

@@ -1,0 +1,87 @@
+"""The sequence mixer of each encoder layer: the slot ``model/encoder_layer``.
+
+A Full layer builds the bank of its group. Layers below the first bank (``window``) and layers that read a bank of the
+layers below (``reuse``) may be other mixers: stages and layers above a mixer without entries see the entries of the
+layer below it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from gsm.errors import within
+from gsm.layers.block import Mixer, MixerGeometry
+from gsm.layers.convolved import ConvolvedAttention
+from gsm.layers.projections import Shape
+from gsm.layers.sparse import Role, SparseAttention
+
+
+class EncoderLayer(ABC):
+    """Base of all variants."""
+
+    @abstractmethod
+    def layer(self, shape: Shape, role: Role, *, geometry: MixerGeometry, **common: Any) -> Mixer:
+        """Build the mixer of one encoder layer.
+
+        Args:
+            shape: shared widths.
+            role: ``window``, ``full`` or ``reuse``, as in ``SparseAttention``. The mixer of a ``full`` layer returns an
+                ``Attended`` with a bank.
+            geometry: the model's geometry, for mixers of the slot ``model/mixer``.
+            common: ``name`` and the other arguments of ``SparseAttention``.
+        """
+
+
+class Attention(EncoderLayer):
+    """Sparse attention in every layer: the paper's (section 3.1), or one that sees the order of neighbouring tokens.
+
+    Args:
+        convolution: tokens that a short convolution before each attention sees; 1: no convolution.
+        place_bias: whether the gate that pools tokens into a bank entry has a bias for each place in the group.
+    """
+
+    def __init__(self, convolution: int = 1, place_bias: bool = False):
+        self.convolution, self.place_bias = convolution, place_bias
+
+    def layer(self, shape: Shape, role: Role, *, geometry: MixerGeometry, **common: Any) -> Mixer:
+        """Build the attention, and its convolution if there is one."""
+        common["place_bias"] = self.place_bias
+        if self.convolution == 1:
+            return SparseAttention(shape, role, **common)
+        return ConvolvedAttention(shape, role, convolution=self.convolution, **common)
+
+
+ATTENTION = Attention()
+
+
+class Recurrent(Attention):
+    """Recurrences, or any other mixers, in the layers without a bank of their own; sparse attention in Full layers.
+
+    Args:
+        mixer: called with ``shape, geometry=..., name=...``.
+        heads: heads of these mixers; None: the size's.
+        convolution, place_bias: of Full layers, as in ``Attention``.
+
+    Raises:
+        ValueError: for heads below 1.
+    """
+
+    def __init__(
+        self,
+        mixer: Callable[..., Mixer],
+        heads: int | None = None,
+        convolution: int = 1,
+        place_bias: bool = False,
+    ):
+        super().__init__(convolution, place_bias)
+        within(1, heads=heads)
+        self.mixer, self.heads = mixer, heads
+
+    def layer(self, shape: Shape, role: Role, *, geometry: MixerGeometry, **common: Any) -> Mixer:
+        """Build the mixer, or the attention of a Full layer."""
+        if role == "full":
+            return super().layer(shape, role, geometry=geometry, **common)
+        return self.mixer(replace(shape, heads=self.heads or shape.heads), geometry=geometry, name=common["name"])

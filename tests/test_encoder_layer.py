@@ -1,0 +1,197 @@
+"""The layers of GSM's encoder as a slot: a convolution before them, recurrences in place of some. (test_three_ways,
+test_memory, test_pieces and others compare the modes of every variant.)"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from small import GEOMETRY, SHALLOW, M, W, assert_same, build, random_tokens, variant
+from torch import Tensor
+
+import gsm
+from gsm.analysis.attention import names_of
+from gsm.analysis.rollout import TAPS, state_routes
+from gsm.config.compose import compose
+from gsm.explorer.facts import check
+from gsm.layers.convolved import ConvolvedAttention
+from gsm.layers.sparse import SparseAttention
+from gsm.models.base import LanguageModel
+from gsm.models.schedule import gsm_schedule
+from gsm.slots.encoder_layer import Attention, Recurrent
+from gsm.span import Span, document_positions
+from gsm.training.folder import differences
+from gsm.training.optimizer import Muon
+
+CONVOLUTION, GDN = 4, "GatedDeltaNet"
+BOTH = {"encoder_layer": Recurrent(variant("mixer", "gated_delta_net"), convolution=CONVOLUTION)}
+
+
+def test_the_rows_of_the_paper_s_encoder_are_those_of_equation_14():
+    """Rows that lie ahead of a call, too."""
+    layers, last_bank, window, state = 6, 4, 5, 9
+    reaches = [None if layer in (2, last_bank) else window - 1 for layer in range(1, layers + 1)]
+    for new in (1, 7, 20, 60):
+        for rows in range(-40, new + 1):
+            plan = gsm_schedule(new, rows, encoder=reaches, decoder=[0, 0], state_size=state)
+            writer = min(new, max(state + min(new, rows) - 1, min(new, rows)))
+            above = [min(new, writer + (layers - layer) * (window - 1)) for layer in range(last_bank, layers + 1)]
+            assert plan.encoder == [max(0, count) for count in [new] * (last_bank - 1) + above], (new, rows)
+            assert plan.writer == max(0, writer)
+
+
+def test_a_layer_with_a_convolution_needs_more_positions_and_one_above_a_recurrence_all():
+    assert build("gsm").encoder.reaches == [W - 1, None, None, W - 1]
+    assert build("gsm-encoder_layer=convolved").encoder.reaches == [W + 2, None, None, W + 2]
+    assert build("gsm-encoder_layer=recurrent").encoder.reaches == [None] * 4
+    assert build("gsm-encoder_layer=convolved").schedule(60, 1).encoder == [60, 60, M + W + 2, M]
+    assert build("gsm-encoder_layer=recurrent").schedule(60, 1).encoder == [60, 60, 60, M]
+
+
+def test_a_new_encoder_with_convolutions_is_the_paper_s():
+    """A seed draws the same weights, and the filters are zeros."""
+    paper, convolved = (
+        gsm.build_model("gsm", size="pico", overrides=words, seed=3)
+        for words in ([], ["model/encoder_layer=convolved"])
+    )
+    weights = convolved.state_dict()
+    filters = [weights.pop(f"encoder.blocks.{layer}.attention.convolution.weight") for layer in range(4)]
+    assert all(weight.shape == (64, CONVOLUTION) and not weight.any() for weight in filters)
+    assert weights.keys() == paper.state_dict().keys()
+    assert all(torch.equal(weight, paper.state_dict()[name]) for name, weight in weights.items())
+    tokens = random_tokens(2, 90)
+    assert torch.equal(convolved(tokens).logits, paper(tokens).logits)
+
+
+@torch.no_grad()
+def test_a_convolution_mixes_a_token_with_those_before_it_in_its_document():
+    shape = GEOMETRY.shape()
+    common: dict[str, Any] = {"window": W, "top_k": 3, "ratio": 2, "rope": GEOMETRY.bank_rope(), "name": "encoder/2"}
+    convolved = ConvolvedAttention(shape, "full", convolution=CONVOLUTION, **common).double()
+    torch.nn.init.normal_(convolved.convolution.weight)
+    plain = SparseAttention(shape, "full", **common).double()
+    plain.load_state_dict({name: x for name, x in convolved.state_dict().items() if "convolution" not in name})
+    x_BTD = torch.randn(1, 14, shape.dim, dtype=torch.float64)
+    documents = torch.tensor([[0] * 3 + [1] * 11])
+    position_BT = document_positions(documents, *torch.full((2, 1), -1))
+    mixed_BTD = x_BTD.clone()
+    for t in range(14):
+        for back in range(min(CONVOLUTION, int(position_BT[0, t]) + 1)):
+            mixed_BTD[0, t] += convolved.convolution.weight[:, back] * x_BTD[0, t - back]
+    outputs = []
+    for attention, given_BTD in ((convolved, x_BTD), (plain, mixed_BTD)):
+        update_BRD, out = attention(given_BTD, Span(position_BT, 14), attention.start(1, "encoder"), None)
+        outputs.append((update_BRD, out.attended.window_BEC, out.attended.bank.entry_BFC))
+    for got, want in zip(*outputs, strict=True):
+        assert_same(got, want, "of the inputs that were mixed by hand", 1e-12)
+
+
+@torch.no_grad()
+def test_a_place_bias_can_give_the_channels_of_an_entry_to_single_tokens_of_its_group():
+    model, tokens = build("gsm-encoder_layer=placed", geometry=SHALLOW), random_tokens(1, 21)
+    compressor = model.get_submodule("encoder.blocks.1.attention.compressor")
+    first_C = torch.arange(GEOMETRY.entry_dim) % 2 == 0
+    compressor.place_bias.copy_(torch.stack([first_C, ~first_C]).flatten() * 1e6)
+    with gsm.record("encoder/2/latent") as seen:
+        documents = torch.tensor([[0] * 5 + [1] * 16])
+        read = model(tokens[:, :8], documents=documents[:, :8], memory=model.start(1)).memory
+        model(tokens, documents=documents)
+        whole_BGC = seen["encoder/2/latent"]
+        model(tokens[:, 8:], documents=documents[:, 8:], memory=read)
+    value_TC = compressor.value(seen_input(model, tokens, documents))[0]
+    for group, start in enumerate([0, 2, *range(5, 21, 2)]):
+        wanted_C = torch.where(first_C, value_TC[start], value_TC[start + 1])
+        assert_same(whole_BGC[0, group], compressor.norm(wanted_C), f"group from token {start}", 1e-9)
+    assert_same(seen["encoder/2/latent"][0, :7], whole_BGC[0, 3:], "after a group that was begun in an earlier call")
+
+
+def seen_input(model: LanguageModel, tokens: Tensor, documents: Tensor) -> Tensor:
+    """Return the normed input of the attention of encoder layer 2."""
+    block, inputs = model.get_submodule("encoder.blocks.1"), []
+    hook = block.attention.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    model(tokens, documents=documents)
+    hook.remove()
+    return inputs[0]
+
+
+@pytest.mark.parametrize("capacity", [None, 60])
+@torch.no_grad()
+def test_convolutions_in_full_layers_and_recurrences_in_the_others_are_one_computation_in_all_modes(capacity):
+    model, tokens = build("gsm", **BOTH), random_tokens(2, 60)
+    full = model(tokens).logits
+    assert_same(model(tokens, rows=5).logits, full[:, -5:], "pruned")
+    for chunk in (1, 3, 16):
+        read = model.prefill(tokens[:, :-4], model.start(2, capacity), chunk=chunk)
+        assert_same(read.logits, full[:, -5:-4], f"prefill in chunks of {chunk}")
+        for t in range(4):
+            read = model(tokens[:, 56 + t : 57 + t], memory=read.memory)
+            assert_same(read.logits[:, -1], full[:, 56 + t], f"token {t} after chunks of {chunk}")
+
+
+@pytest.mark.parametrize("name", ["kda", "sliding_window"])
+@torch.no_grad()
+def test_layers_without_a_bank_can_have_any_mixer(name: str):
+    words = ["model/encoder_layer=recurrent", f"model/mixer@model.encoder_layer.mixer={name}"]
+    model = gsm.build_model("gsm", size="pico", overrides=words, seed=0).double().eval()
+    tokens = random_tokens(1, 70)
+    full = model(tokens).logits
+    assert_same(model(tokens, rows=3).logits, full[:, -3:], "pruned")
+    read = model.prefill(tokens[:, :-1], model.start(1), chunk=9)
+    assert_same(model(tokens[:, -1:], memory=read.memory).logits[:, -1], full[:, -1], "decoded")
+
+
+@torch.no_grad()
+def test_a_stage_on_a_recurrent_layer_reads_the_entries_of_the_layer_below():
+    model = build("gsm-encoder_layer=recurrent", geometry=SHALLOW)
+    assert [type(block.attention).__name__ for block in model.encoder] == [GDN, "SparseAttention", GDN]
+    with gsm.record() as seen:
+        model(random_tokens(1, 30))
+    assert "encoder/3/top_k" not in seen and "encoder/3/weights" not in seen
+    assert torch.equal(seen["stage/2/top_k"], seen["encoder/2/top_k"]) and (seen["stage/2/top_k"] >= 0).any()
+    with gsm.patch("encoder/2/window", lambda x: x + 1), gsm.record("stage/2/weights") as patched:
+        model(random_tokens(1, 30))
+    assert not torch.equal(seen["stage/2/weights"], patched["stage/2/weights"])
+
+
+def test_half_of_the_heads_in_recurrent_layers_make_the_parameters_of_the_paper_s_encoder_at_nano():
+    words = ["model/encoder_layer=recurrent", "model.encoder_layer.heads=2"]
+    with torch.device("meta"):
+        paper, recurrent = (gsm.build_model("gsm", overrides=more).parameter_report() for more in ([], words))
+    assert 0 < recurrent.total / paper.total - 1 < 0.002
+
+
+def test_filters_are_left_to_adamw_and_count_as_convolutions():
+    model = build("gsm-encoder_layer=convolved")
+    filters = {id(p) for name, p in model.named_parameters() if "convolution" in name}
+    settings = Muon(learning_rate=1e-3, warmup_steps=1, final_fraction=0.1, weight_decay=0.1)
+    groups = {group["name"]: group["params"] for group in settings.build(model.parameter_groups()).param_groups}
+    assert filters <= {id(p) for p in groups["table_decay"]} and not filters & {id(p) for p in groups["matrices"]}
+    assert model.parameter_report().parts["convolutions"] == 4 * GEOMETRY.dim * CONVOLUTION
+
+
+def test_wrong_numbers_are_refused():
+    with pytest.raises(ValueError, match="heads=0 is not allowed"):
+        Recurrent(variant("mixer", "gated_delta_net"), heads=0)
+    with pytest.raises(ValueError, match="convolution=0 is not allowed"):
+        build("gsm", encoder_layer=Attention(convolution=0))
+
+
+def test_analyses_that_multiply_attention_weights_refuse_recurrent_layers():
+    model = build("gsm-encoder_layer=recurrent")
+    assert [name for name in names_of(model) if name.startswith("encoder")] == ["encoder/2", "encoder/3"]
+    with gsm.record(*TAPS) as seen:
+        model(random_tokens(1, 20))
+    for refused in (partial(state_routes, model, seen), partial(check, model)):
+        with pytest.raises(ValueError, match=r"encoder layers \[1, 4\] .* Use a .*model/encoder_layer=attention"):
+            refused()
+
+
+def test_a_run_of_before_the_slot_is_one_with_the_paper_s_layers():
+    """Else every finished run of a GSM would be trained again after an update."""
+    new = compose(["model=gsm"])
+    old = {**new, "model": {key: value for key, value in new["model"].items() if key != "encoder_layer"}}
+    assert differences(old, new) == []
+    for name in ("convolved", "placed", "recurrent"):
+        assert differences(old, compose(["model=gsm", f"model/encoder_layer={name}"]))
