@@ -20,7 +20,7 @@ from gsm.config.compose import compose
 from gsm.evaluation import commands
 from gsm.evaluation import held_out as script
 from gsm.evaluation.checkpoints import progress
-from gsm.evaluation.held_out import HeldOut, buckets, measure, token_losses
+from gsm.evaluation.held_out import HeldOut, buckets, distances, measure, token_losses
 from gsm.paths import ROOT
 from gsm.span import document_positions
 from gsm.training.run import train
@@ -110,6 +110,40 @@ def test_a_bucket_holds_the_losses_at_its_positions():
     assert math.isclose(found[0], float(first_tokens.mean()), rel_tol=1e-12)
     early = torch.cat([loss_BT[:, 4:7], loss_BT[:, 12:16]], dim=1)
     assert math.isclose(found[4], float(early.mean()), rel_tol=1e-12)
+
+
+def test_distances_are_those_of_a_double_loop():
+    drawn = torch.Generator().manual_seed(5)
+    token_BT = torch.randint(4, (6, 50), generator=drawn)
+    target_BT = torch.cat([token_BT[:, 1:], torch.randint(4, (6, 1), generator=drawn)], dim=1)
+    documents_BT = (torch.rand(6, 50, generator=drawn) < 0.1).cumsum(1) + 7
+    target_BT[:, :-1][documents_BT[:, 1:] != documents_BT[:, :-1]] = -100
+    target_BT[0] = target_BT[0].where(torch.rand(50, generator=drawn) < 0.5, -100)
+    found = distances(token_BT, target_BT, documents_BT)
+    for token_T, target_T, document_T, found_T in zip(token_BT, target_BT, documents_BT, found, strict=True):
+        for t in range(50):
+            since = 0
+            for s in range(t):
+                same = document_T[s] == document_T[s + 1] == document_T[t]
+                if same and (token_T[s], token_T[s + 1]) == (token_T[t], target_T[t]):
+                    since = t - s
+            assert found_T[t] == since, t
+    assert (found > 16).any() and (found == 1).any() and (found == 0).any()
+
+
+def test_tokens_that_complete_a_bigram_of_the_document_have_a_loss_of_their_own():
+    model, batch = build("gsm-writer=additive"), batch_of(5)
+    batch["tokens"] %= 3
+    batch["targets"][:, :-1] = batch["tokens"][:, 1:].where(batch["targets"][:, :-1] >= 0, -100)
+    text = measure(model, each(batch), batch_size=2)
+    loss_BT, counted_BT = token_losses(model, batch).detach(), batch["targets"] >= 0
+    seen_BT = distances(batch["tokens"], batch["targets"], batch["documents"]) > 0
+    parts = script.bigrams(text)
+    for name, wanted_BT in (("new", counted_BT & ~seen_BT), ("seen", seen_BT)):
+        assert parts[name]["targets"] == int(wanted_BT.sum()) > 0
+        assert math.isclose(parts[name]["loss"], float(loss_BT[wanted_BT].mean()), rel_tol=1e-12)
+    assert HeldOut.metrics({"text": text})["bigram/seen"] == parts["seen"]["loss"]
+    assert "seen before" in script.one({"text": text}) and "bigram/seen" not in HeldOut.metrics({"text": {"loss": 1.0}})
 
 
 def test_bits_per_byte_count_the_bytes_of_the_targets():

@@ -1,9 +1,9 @@
-"""Held-out loss of any model: per token, as a whole, and by the number of tokens before a token in its document.
+"""Held-out loss of any model: per token, as a whole, by the number of tokens before a token in its document, and of
+tokens that complete a bigram seen before in the document.
 
     python evaluate.py checkpoint=logs/default
 
-B sequences, T positions, N rows of all sequences, S sequences with sums of their own, P buckets of positions, D width,
-V vocabulary.
+B sequences, T positions, N rows of all sequences, S sequences with sums of their own, P buckets, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -169,12 +169,14 @@ class HeldOut(Measure):
     @staticmethod
     def metrics(written: Mapping[str, Any]) -> dict[str, Any]:
         """Return `loss`, `perplexity`, `bits_per_byte`, `by_document`, the mean `overlap` of the stages, its
-        `chance` and each `overlap/<length>/<stage>`; `without/<part>`: the loss without it."""
+        `chance` and each `overlap/<length>/<stage>`; `bigram/new` and `bigram/seen`: the losses of tokens that
+        complete a bigram new to the document, and one seen before in it; `without/<part>`: the loss without it."""
         values = {name: written["text"].get(name) for name in (*MEASURES, "by_document")}
         overlap = written.get("overlap") or {"mean": None, "by_length": []}
         values |= {"overlap": overlap["mean"], "chance": overlap.get("chance")}
         for row in overlap["by_length"]:
             values |= {f"overlap/{row['length']}/{stage}": value for stage, value in enumerate(row["stages"], 1)}
+        values |= {f"bigram/{name}": part["loss"] for name, part in bigrams(written["text"]).items()}
         ablated = written.get("ablated") or {}
         values |= {f"without/{name.replace(' ', '_')}": row["loss"] for name, row in ablated.items()}
         return {name: value for name, value in values.items() if value is not None}
@@ -194,6 +196,10 @@ def measure(
     The position of a target is the number of tokens before the token that it is predicted from, of the same document in
     the same sequence: the most that a model can remember there.
 
+    The bigram of a target is the token that it is predicted from, and the target. If it has occurred before in the same
+    document of the same sequence, a model can recall the target (Arora et al., 2023, "Zoology"); its distance is the
+    number of tokens since it last did.
+
     The standard error of a mean s / n, both summed over sequences, is sqrt(S / (S - 1) sum (s_i - n_i s / n)^2) / n. It
     takes sequences as independent: where many come from one document, it is too small.
 
@@ -208,9 +214,9 @@ def measure(
         ``loss``: mean over all targets, nats per token; ``perplexity``: exp(loss); ``bits_per_byte`` of the text of the
         targets (None: without bytes); ``loss_error``, ``bits_per_byte_error``: standard errors over sequences, None
         for a single one; ``targets``, ``sequences``: their numbers; ``by_document``: the summed loss and
-        the bytes of each document, in order (None without documents or bytes); and ``by_position``: the buckets 0, 1,
+        the bytes of each document, in order (None without documents or bytes); ``by_position``: the buckets 0, 1,
         2 to 3, 4 to 7, ... that hold targets, each with ``first`` and ``last`` position, ``targets``, ``loss`` and
-        ``error``.
+        ``error``; and ``by_bigram``: the same by the distance of the target's bigram, 0 for a bigram that is new.
 
     Raises:
         ValueError: there are no sequences or no targets, or a value is out of range.
@@ -221,24 +227,30 @@ def measure(
         sums = [_sums(model, batch, bytes_V) for batch in _batches(sequences, batch_size)]
     if not sums:
         raise ValueError("there are no sequences to evaluate on; give at least one")
-    loss_SP, count_SP, bytes_S = (torch.cat(part) for part in zip(*sums, strict=True))
+    loss_SP, count_SP, bigram_SP, bigram_count_SP, bytes_S = (torch.cat(part) for part in zip(*sums, strict=True))
     if not count_SP.sum():
         raise ValueError("no sequence has a target to evaluate (all are ignored); give longer documents")
     loss, loss_error = _ratio(loss_SP.sum(1), count_SP.sum(1))
     has_bytes = bool(bytes_S.sum() > 0)
     bits, bits_error = _ratio(loss_SP.sum(1) / math.log(2), bytes_S) if has_bytes else (None, None)
-    by_position = []
+    return {
+        **{"loss": loss, "loss_error": loss_error, "perplexity": math.exp(min(loss, 700.0))},
+        **{"bits_per_byte": bits, "bits_per_byte_error": bits_error},
+        **{"targets": int(count_SP.sum()), "sequences": len(count_SP), "by_position": _spans(loss_SP, count_SP)},
+        "by_bigram": _spans(bigram_SP, bigram_count_SP),
+        "by_document": _by_document(document_S, loss_SP.sum(1), bytes_S) if has_bytes else None,
+    }
+
+
+def _spans(loss_SP: Tensor, count_SP: Tensor) -> list[dict[str, Any]]:
+    """Return the buckets that hold targets, with their mean losses."""
+    spans = []
     for p in range(count_SP.shape[1]):
         if count_SP[:, p].any():
             mean, error = _ratio(loss_SP[:, p], count_SP[:, p])
             span = {"first": (1 << p) >> 1, "last": max(0, (1 << p) - 1), "targets": int(count_SP[:, p].sum())}
-            by_position.append({**span, "loss": mean, "error": error})
-    return {
-        **{"loss": loss, "loss_error": loss_error, "perplexity": math.exp(min(loss, 700.0))},
-        **{"bits_per_byte": bits, "bits_per_byte_error": bits_error},
-        **{"targets": int(count_SP.sum()), "sequences": len(count_SP), "by_position": by_position},
-        "by_document": _by_document(document_S, loss_SP.sum(1), bytes_S) if has_bytes else None,
-    }
+            spans.append({**span, "loss": mean, "error": error})
+    return spans
 
 
 def _by_document(document_S: Any, loss_S: Tensor, bytes_S: Tensor) -> list[list[float]] | None:
@@ -279,6 +291,18 @@ def row_losses(out: Output, targets_BR: Tensor, vocabulary: int) -> Tensor:
     return torch.cat(losses).view_as(targets_BR)
 
 
+def distances(token_BT: Tensor, target_BT: Tensor, documents_BT: Tensor) -> Tensor:
+    """Return the number of tokens since the bigram of a token and its target last occurred in the same document and the
+    same sequence, int64 [B, T]; 0: it did not, or the target is not the next token."""
+    index_BT = torch.arange(token_BT.shape[1], device=token_BT.device).expand_as(token_BT)
+    next_BT = torch.cat([token_BT[:, 1:], target_BT[:, -1:]], dim=1)
+    start_BT, size = index_BT - document_positions(documents_BT), int(max(token_BT.max(), target_BT.max())) + 1
+    bigram_BT, order_BT = ((start_BT * size + token_BT) * size + next_BT).sort(dim=1, stable=True)
+    since_BT = torch.zeros_like(order_BT)
+    since_BT[:, 1:] = order_BT.diff(dim=1).where(bigram_BT[:, 1:] == bigram_BT[:, :-1], 0)
+    return torch.zeros_like(since_BT).scatter(1, order_BT, since_BT).where(target_BT == next_BT, 0)
+
+
 def buckets(position_BT: Tensor) -> Tensor:
     """Return the geometric bucket of each position: 0 for 0, 1 for 1, 2 for 2 and 3, 3 for 4 to 7, ..."""
     return torch.frexp(position_BT.double()).exponent.long()
@@ -291,19 +315,20 @@ def _batches(sequences: Iterable[Mapping[str, Tensor]], size: int) -> Iterator[d
         yield {name: torch.stack([row[name] for row in rows]) for name in ("tokens", "targets", "documents")}
 
 
-def _sums(model: LanguageModel, batch: dict[str, Tensor], bytes_V: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for each sequence of a batch the summed loss and the number of targets by bucket, float64 [S, P], and its
-    bytes [S]."""
+def _sums(model: LanguageModel, batch: dict[str, Tensor], bytes_V: Tensor | None) -> tuple[Tensor, ...]:
+    """Return for each sequence of a batch the summed loss and the number of targets by bucket of positions and by
+    bucket of bigrams, float64 [S, P], and its bytes [S]."""
     device = model.embedding.weight.device
     loss_BT = token_losses(model, {name: value.to(device) for name, value in batch.items()}).double().cpu()
     counted_BT = batch["targets"] != IGNORED
-    bucket_BT = buckets(document_positions(batch["documents"]))
-    empty_SP = torch.zeros(len(loss_BT), 64, dtype=torch.float64)
-    loss_SP = empty_SP.scatter_add(1, bucket_BT, loss_BT.where(counted_BT, 0))
-    count_SP = empty_SP.scatter_add(1, bucket_BT, counted_BT.double())
+    empty_SP, sums = torch.zeros(len(loss_BT), 64, dtype=torch.float64), []
+    since_BT = distances(batch["tokens"], batch["targets"], batch["documents"])
+    for place_BT in (document_positions(batch["documents"]), since_BT):
+        for value_BT in (loss_BT.where(counted_BT, 0), counted_BT.double()):
+            sums.append(empty_SP.scatter_add(1, buckets(place_BT), value_BT))
     if bytes_V is None:
-        return loss_SP, count_SP, empty_SP[:, 0]
-    return loss_SP, count_SP, (bytes_V[batch["targets"].clamp(min=0)] * counted_BT).sum(1)
+        return *sums, empty_SP[:, 0]
+    return *sums, (bytes_V[batch["targets"].clamp(min=0)] * counted_BT).sum(1)
 
 
 def _ratio(sum_S: Tensor, weight_S: Tensor) -> tuple[float, float | None]:
@@ -457,6 +482,18 @@ def _title(result: Mapping[str, Any]) -> str:
     )
 
 
+def bigrams(text: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return targets and mean loss of tokens that complete a bigram ``new`` to the document, or one ``seen`` before in
+    it. A part without targets is left out; older results have neither."""
+    parts = {}
+    for name in ("new", "seen"):
+        spans = [span for span in text.get("by_bigram", []) if (span["first"] > 0) == (name == "seen")]
+        if targets := sum(span["targets"] for span in spans):
+            loss = sum(span["targets"] * span["loss"] for span in spans) / targets
+            parts[name] = {"targets": targets, "loss": loss}
+    return parts
+
+
 def _share(result: Mapping[str, Any]) -> str:
     """Return a line on the measured part of other text: training would hold out only a part of it."""
     data, split = result["data"], result["split"]
@@ -490,6 +527,8 @@ def one(result: Mapping[str, Any]) -> str:
     highest = max((bucket["loss"] for bucket in text["by_position"]), default=0.0) or 1.0
     bars = ["#" * round((SCREEN - len(table[0]) - 2) * bucket["loss"] / highest) for bucket in text["by_position"]]
     lines += ["", *(f"{row}  {bar}".rstrip() for row, bar in zip(table, ["", *bars], strict=True))]
+    if text.get("by_bigram"):
+        lines += ["", *grid_lines([["tokens since its bigram", "targets", "loss", "+-"], *_bigram_rows(text)])]
     if "overlap" in result:
         lines += ["", *overlaps.table(result["overlap"], paper.tables()["overlap"]["by_length"])]
     if "ablated" in result and result["ablated"] is None:
@@ -514,7 +553,35 @@ def tables(results: Sequence[Mapping[str, Any]]) -> list[Grid]:
         positions = [[position for text in texts for position in text["by_position"]] for texts in arms.values()]
         losses = [[position["loss"] for position in each if position["first"] == first] for each in positions]
         grid.append([span, *(_number(statistics.fmean(those) if those else None, 3) for those in losses)])
-    return [whole, grid]
+    return [whole, grid, *_bigram_grid(arms)]
+
+
+def _bigram_grid(arms: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Grid]:
+    """Return the mean losses of tokens that complete a new bigram and a bigram seen before, with the standard deviation
+    over the runs of an arm; nothing for older results."""
+    rows = []
+    for arm, texts in arms.items():
+        parts = [bigrams(text) for text in texts]
+        if all(part.keys() == {"new", "seen"} for part in parts):
+            share = statistics.fmean(
+                part["seen"]["targets"] / sum(p["targets"] for p in part.values()) for part in parts
+            )
+            cells = [
+                over_seeds(part[name]["loss"] for part in parts).text(MEASURES["loss"]) for name in ("new", "seen")
+            ]
+            rows.append([arm, f"{100 * share:.1f} %", *cells])
+    return [[["arm", "bigrams seen before", "loss, new bigram", "loss, seen before"], *rows]] if rows else []
+
+
+def _bigram_rows(text: Mapping[str, Any]) -> list[list[str]]:
+    """Return the rows of new bigrams, of all others together, and of these by distance."""
+    parts, spans = bigrams(text), [span for span in text["by_bigram"] if span["first"]]
+    both = [
+        [label, f"{parts[name]['targets']:,}", _number(parts[name]["loss"], 3), ""]
+        for name, label in (("new", "new to the document"), ("seen", "seen before"))
+        if name in parts
+    ]
+    return [*both, *map(_bucket, spans)]
 
 
 def _bucket(bucket: Mapping[str, Any]) -> list[str]:
