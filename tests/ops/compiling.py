@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import hazards
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gsm.config.load import build_model
 from gsm.models.base import LanguageModel
@@ -50,6 +51,18 @@ class Variant(NamedTuple):
     def compile(self) -> Any:
         """Return Triton's compiled kernel: `asm["ptx"]`, `asm["cubin"]`, `metadata`. Called inside `target`."""
         return getattr(importlib.import_module(self.module), self.kernel).preload(self.data)
+
+
+class NoProducts(TorchDispatchMode):
+    """Inside the block, matrix products are uninitialised memory: a wide model takes minutes for them on a CPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        match func.overloadpacket:
+            case torch.ops.aten.mm:
+                return args[0].new_empty(args[0].shape[0], args[1].shape[1])
+            case torch.ops.aten.bmm:
+                return args[0].new_empty(*args[0].shape[:2], args[1].shape[2])
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
@@ -97,7 +110,7 @@ def variants(call: Callable[[], object]) -> list[Variant]:
 
     before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, note
     try:
-        with launch.launching(instead):
+        with launch.launching(instead), NoProducts():
             call()
     finally:
         knobs.runtime.jit_cache_hook = before
