@@ -70,9 +70,9 @@ def test_the_variant_that_leads_is_the_first_arm_of_the_experiments_description(
     """`${variants:...}` was unresolved in .hydra, so that arms came in the order of the alphabet."""
     arms = "arms: ${variants:model/residual,plain}\n"
     text = TOY[: TOY.index("arms:")] + arms + TOY[TOY.index("seeds:") :]
-    contents = composed(tmp_path, "seeds=1", text=text).contents()
-    assert list(contents["arms"]) == ["plain", "mhc", "mhc_two_pass"]
-    assert contents["table"] == ["bits_per_byte", "data.train_tokens"]
+    experiment = composed(tmp_path, "seeds=1", text=text)
+    assert list(experiment.arms) == ["plain", "mhc", "mhc_two_pass"]
+    assert experiment.columns == ["bits_per_byte", "data.train_tokens"]
 
 
 def test_only_seeds_that_both_arms_have_are_paired(experiment: Path):
