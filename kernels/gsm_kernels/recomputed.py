@@ -13,7 +13,7 @@ from .inputs import keep, kept
 
 
 def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Return `function(*arguments)`. A compiler decides by itself what a backward keeps."""
+    """Return `function(*arguments)`. Under `torch.compile` the compiler chooses the saved tensors."""
     return function(*arguments) if torch.compiler.is_compiling() else _Recomputed.apply(function, *arguments)
 
 

@@ -76,8 +76,7 @@ class Launch(NamedTuple):
 
 
 def launches_of(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """What a module launches from now on, as it grows. A backward that is only built, before its forward, is left out;
-    see `build_before`."""
+    """Return a list to which each later launch of a module is added. Launches of `build_before` are left out."""
     seen, plain = list[Launch](), module.launch
 
     def spy(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -92,8 +91,8 @@ def launches_of(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Lau
 
 
 def build_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter, which has nothing to build, operations go through their backward before their first forward,
-    as on a GPU, without launching anything: what a test counts there, it counts here."""
+    """Let operations go through their backward before their first forward, as on a GPU, without a launch. The
+    interpreter has nothing to build, so that a test would otherwise count fewer calls here than on a GPU."""
     built = set()
 
     def build_once(key: Any, run: Callable[[], Any]) -> None:

@@ -323,9 +323,9 @@ def _sums(model: LanguageModel, batch: dict[str, Tensor], bytes_V: Tensor | None
     counted_BT = batch["targets"] != IGNORED
     empty_SP, sums = torch.zeros(len(loss_BT), 64, dtype=torch.float64), []
     since_BT = distances(batch["tokens"], batch["targets"], batch["documents"])
-    for place_BT in (document_positions(batch["documents"]), since_BT):
+    for bucket_BT in map(buckets, (document_positions(batch["documents"]), since_BT)):
         for value_BT in (loss_BT.where(counted_BT, 0), counted_BT.double()):
-            sums.append(empty_SP.scatter_add(1, buckets(place_BT), value_BT))
+            sums.append(empty_SP.scatter_add(1, bucket_BT, value_BT))
     if bytes_V is None:
         return *sums, empty_SP[:, 0]
     return *sums, (bytes_V[batch["targets"].clamp(min=0)] * counted_BT).sum(1)

@@ -155,7 +155,8 @@ class MatrixOptimizer(torch.optim.Muon):
     """``torch.optim.Muon`` with float32 products on a CPU.
 
     PyTorch's iterations multiply in bfloat16. Most laptops have no instructions for it, and need ten times as long for
-    it as for float32. On other devices this class does PyTorch's step.
+    it as for float32. On other devices this class does PyTorch's step. On a CPU steps have Nesterov's momentum and the
+    length of ``match_rms_adamw``.
     """
 
     @torch.no_grad()
@@ -163,16 +164,16 @@ class MatrixOptimizer(torch.optim.Muon):
         """Do a step."""
         if any(p.device.type != "cpu" for group in self.param_groups for p in group["params"]):
             return super().step(closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             rate, momentum = group["lr"], group["momentum"]
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
-                moment = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight.grad))
+                state = self.state[weight]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(weight.grad)
+                moment = state["momentum_buffer"]
                 moment.lerp_(weight.grad, 1 - momentum)
                 update = orthogonal(
                     weight.grad.lerp(moment, momentum), group["ns_coefficients"], group["ns_steps"], group["eps"]
@@ -180,6 +181,14 @@ class MatrixOptimizer(torch.optim.Muon):
                 weight.mul_(1 - rate * group["weight_decay"])
                 weight.add_(update, alpha=-rate * 0.2 * math.sqrt(max(weight.shape)))
         return loss
+
+
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """Return the loss of an optimiser's closure, computed with gradients; None without a closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def orthogonal(matrix: Tensor, coefficients: Sequence[float], iterations: int, eps: float) -> Tensor:
@@ -222,10 +231,7 @@ class Together(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do a step of each."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for part in self.parts:
             part.step()
         return loss
