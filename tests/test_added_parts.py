@@ -20,6 +20,7 @@ FILE = re.compile(r"^`([\w/]+\.(?:py|yaml))`[^\n]*:\n\n```\w+\n(.*?)^```$", re.D
 SHOWN = [
     ("start", "Adding a part", "src/gsm/slots/writer"),
     ("data", "Adding a task", "src/gsm/data"),
+    ("decoder", "Adding a reader", "src/gsm/slots/state_reader"),
 ]
 SMALLER = "size=pico trainer=cpu trainer.max_steps=2 ++data.validation_sequences=2 ngrams=false sample=false"
 

@@ -22,6 +22,7 @@ from gsm.analysis.views import shares, views
 from gsm.config.compose import compose
 from gsm.observe import record
 from gsm.paths import variants
+from gsm.slots.state_reader.shared import Shared
 from gsm.training.callbacks import pictures
 from gsm.training.callbacks.pictures import TAPS, Pictures
 
@@ -133,6 +134,25 @@ def test_every_reader_of_the_state_is_drawn(reader: str):
     pixels = {name: plots.pixels(picture, 30) for name, picture in views(model, seen)}
     assert list(pixels) == ["decoder_reads", "decoder_reads_by_row", "stages_select", "state_is_made_of"]
     assert all(array.dtype == np.uint8 and array.ndim == 3 for array in pixels.values())
+
+
+class Newer(Shared):
+    """The first decoder layer reads half of the state."""
+
+    def layer(self, shape, *, layer, layers, **common):
+        size = common.pop("state_size")
+        return super().layer(shape, layer=layer, layers=layers, state_size=size // 2 if layer == 1 else size, **common)
+
+
+def test_layers_that_read_different_numbers_of_entries_are_drawn():
+    model = build("gsm", state_reader=Newer())
+    with gsm.record(*TAPS) as seen:
+        model(random_tokens(2, 20), rows=5)
+    weight_LE, size = decoder_attention(model, seen), model.state_size
+    assert weight_LE.shape == (GEOMETRY.decoder_layers, size + 1)
+    assert weight_LE.isnan().sum(1).tolist() == [size - size // 2, 0, 0, 0]
+    assert torch.allclose(weight_LE.nansum(1), torch.ones(4))
+    assert len(list(views(model, seen))) == 4
 
 
 def test_rows_that_are_all_padding_are_grey():

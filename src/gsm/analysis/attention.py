@@ -11,6 +11,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gsm.cache.slots import plan_slots
 from gsm.layers.latent_attention import LatentAttention
@@ -80,14 +81,16 @@ def entries_back(model: GSM, name: str, entries: int) -> Tensor:
 
 def decoder_attention(model: GSM, seen: Recording) -> Tensor:
     """Return the weights of the decoder's layers, float32 [L, E]: the mean over heads, and over the rows that see a
-    whole state. If no row does, the mean is over all rows but padding."""
+    whole state. If no row does, the mean is over all rows but padding. A layer that reads fewer entries than others has
+    NaN for the older ones."""
     first, means = model.geometry.encoder_layers + 1, []
     for layer in range(first, model.geometry.depth + 1):
         weight_BRHE = seen[f"decoder/{layer}/weights"]
         position_BR = last_rows(seen["position"], weight_BRHE.shape[1])
         whole_BR = position_BR >= model.writer.positions - 1
         means.append(weight_BRHE[whole_BR if whole_BR.any() else position_BR >= 0].float().mean(dim=(0, 1)))
-    return torch.stack(means)
+    longest = max(map(len, means))
+    return torch.stack([pad(mean_E, (longest - len(mean_E), 0), value=torch.nan) for mean_E in means])
 
 
 def names_of(model: GSM) -> list[str]:

@@ -55,7 +55,8 @@ def decoder(model: GSM, seen: Recording, width: float = WIDTH, height: float = H
     width and height in inches."""
     weight_LE, layers = decoder_attention(model, seen), _decoder(model)
     figure, panels = plots.figure(width=width, height=height, grid=False)
-    back_W = entries_back(model, f"decoder/{layers[0]}", weight_LE.shape[1] - 1)
+    longest = layers[int(weight_LE.isnan().sum(1).argmin())]
+    back_W = entries_back(model, f"decoder/{longest}", weight_LE.shape[1] - 1)
     title = "what decoder layers read of the shared state"
     figures.state_read(panels[0], weight_LE, back_W, layers, "decoder layer", title)
     figures.weight_scale(figure, panels)
