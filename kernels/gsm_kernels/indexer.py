@@ -1,4 +1,7 @@
-"""The index score of a slot, sum_j weight_j relu(query_j . key), and its three input tensors."""
+"""The index score of a slot, sum_j weight_j relu(query_j . key), its three input tensors, and its gradients.
+
+`fire` and what follows it are for references, which take some rows at a time. Letters: G slots that are scored.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .device import at_least_float32
 from .launch import unfit
+from .slots import flat_slots, gather_slots
 
 
 class Indexer(NamedTuple):
@@ -32,10 +37,58 @@ class Indexer(NamedTuple):
         )
 
 
-def weigh(fired_BRJF: Tensor, weight_BRJ: Tensor) -> Tensor:
-    """Return sum_j weight_j fired_j, computed head by head, because the BLAS is slow for so few heads."""
-    weight_BRJ1 = weight_BRJ[..., None]
-    score_BRF = fired_BRJF[:, :, 0] * weight_BRJ1[:, :, 0]
-    for head in range(1, fired_BRJF.shape[2]):
-        score_BRF.addcmul_(fired_BRJF[:, :, head], weight_BRJ1[:, :, head])
-    return score_BRF
+class Fired(NamedTuple):
+    """How far each head fires for the slots of some rows.
+
+    Attributes:
+        rows: the range of rows.
+        index_BRK: the slots of each row; None: all slots.
+        queries, keys: operands of one batched product, for a batch or for each row of it.
+        weight_BRJ: the heads' weights.
+        fired_BRJG: the products, 0 where they are negative.
+    """
+
+    rows: slice
+    index_BRK: Tensor | None
+    queries: Tensor
+    keys: Tensor
+    weight_BRJ: Tensor
+    fired_BRJG: Tensor
+
+    def score(self) -> Tensor:
+        """Return sum_j weight_j fired_j, [B,R,G], computed head by head, because the BLAS is slow for so few heads."""
+        weight_BRJ1 = self.weight_BRJ[..., None]
+        score_BRG = self.fired_BRJG[:, :, 0] * weight_BRJ1[:, :, 0]
+        for head in range(1, self.fired_BRJG.shape[2]):
+            score_BRG.addcmul_(self.fired_BRJG[:, :, head], weight_BRJ1[:, :, head])
+        return score_BRG
+
+    def add_gradients(self, grads: tuple[Tensor, ...], score_grad_BRG: Tensor) -> None:
+        """Write the gradients of these rows' queries and weights, and add that of the keys; consumes `fired_BRJG`."""
+        query_grad, weight_grad, key_grad = grads
+        score_grad, fired = score_grad_BRG[:, :, None], self.fired_BRJG
+        weight_grad[:, self.rows] = (fired * score_grad).sum(-1)
+        # Where a head fired, its gradient is its weight times the score's.
+        fired_grad = fired.sign_().mul_(self.weight_BRJ[..., None]).mul_(score_grad)
+        fired_grad = fired_grad.view(*self.queries.shape[:2], self.keys.shape[1])
+        query_grad[:, self.rows] = torch.bmm(fired_grad, self.keys).view(*fired.shape[:3], self.keys.shape[2])
+        added = torch.bmm(fired_grad.mT, self.queries)
+        if self.index_BRK is None:
+            key_grad += added
+        elif key_grad.shape[1]:
+            flat = flat_slots(self.index_BRK, key_grad.shape[1])
+            key_grad.view(-1, key_grad.shape[2]).index_add_(0, flat, added.flatten(0, 1))
+
+
+def fire(indexer: Indexer, rows: slice, index_BRK: Tensor | None = None) -> Fired:
+    """Return how far the heads of some rows fire, in float32 or wider: for their slots of an index, or for all."""
+    query, weight_BRJ = (at_least_float32(x[:, rows]) for x in indexer[:2])
+    if index_BRK is None:
+        keys = at_least_float32(indexer.key_BFI)
+    else:
+        index_BRK = index_BRK[:, rows]
+        keys = at_least_float32(gather_slots(indexer.key_BFI, index_BRK))
+    batch, length, heads, width = query.shape
+    queries = query.reshape(len(keys), batch * length * heads // max(len(keys), 1), width)
+    fired = torch.bmm(queries, keys.mT).relu_().view(batch, length, heads, keys.shape[1])
+    return Fired(rows, index_BRK, queries, keys, weight_BRJ, fired)

@@ -49,8 +49,3 @@ def kept(ctx: Any, kind: Any) -> Any:
     saved, count = ctx.saved_tensors, len(ctx.numbers)
     tensors = zip(saved[len(saved) - count :], ctx.numbers, strict=True)
     return kind(*(number if x is None else x for x, number in tensors)), *saved[: len(saved) - count]
-
-
-def gradients(kind: Any, **grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return gradients, passed by the names of their inputs, in the order of the inputs; None for all others."""
-    return tuple([grads.get(name) for name in kind._fields])

@@ -14,15 +14,9 @@ def visible(first_BR: Tensor, last_BR: Tensor, slots: slice) -> Tensor:
 
 def slots_visible(slots: int, first_BR: Tensor, last_BR: Tensor, pool_BRN: Tensor | None, block: int) -> Tensor:
     """Return the mask of slots that a row may select, bool [B,R,F]: in [first, last), and in its pool if it has one."""
-    seen = visible(first_BR, last_BR, slice(0, slots))
     if pool_BRN is None:
-        return seen
-    ordinals = slots // block + 1
-    member = torch.zeros(*first_BR.shape, ordinals + 1, dtype=torch.bool, device=first_BR.device)
-    member.scatter_(2, torch.where(pool_BRN < 0, ordinals, pool_BRN.clamp(max=ordinals)), True)
-    slot_F = torch.arange(slots, device=first_BR.device)
-    ordinal = (slot_F - first_BR[..., None]).div(block, rounding_mode="floor").clamp_(0, ordinals - 1)
-    return seen & member.gather(2, ordinal)
+        return visible(first_BR, last_BR, slice(0, slots))
+    return visible_blocks(slots, first_BR, last_BR, pool_BRN[:, :, None], block)[:, :, 0]
 
 
 def visible_blocks(slots: int, first_BR: Tensor, last_BR: Tensor, chosen_BRGN: Tensor, block: int) -> Tensor:
@@ -32,7 +26,7 @@ def visible_blocks(slots: int, first_BR: Tensor, last_BR: Tensor, chosen_BRGN: T
     """
     blocks = slots // block + 1
     member = torch.zeros(*chosen_BRGN.shape[:3], blocks + 1, dtype=torch.bool, device=chosen_BRGN.device)
-    member.scatter_(3, torch.where(chosen_BRGN < 0, blocks, chosen_BRGN), True)
+    member.scatter_(3, torch.where(chosen_BRGN < 0, blocks, chosen_BRGN.clamp(max=blocks)), True)
     slot_F = torch.arange(slots, device=first_BR.device)
     block_BRF = (slot_F - first_BR[..., None]).div(block, rounding_mode="floor").clamp_(0, blocks - 1)
     seen_BRF = visible(first_BR, last_BR, slice(0, slots))

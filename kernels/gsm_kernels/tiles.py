@@ -42,11 +42,12 @@ def launch_fastest(
     **options: Any,
 ) -> None:
     """Launch a kernel with the fastest of its tiles. The grid depends on the tile, the results do not."""
+    first = grid(dict(tiles[0]))
 
     def run(tile: Tile) -> None:
-        launch(kernel, grid(dict(tile)), *args, **options, **dict(tile))
+        launch(kernel, first if tile is tiles[0] else grid(dict(tile)), *args, **options, **dict(tile))
 
-    run(fastest(name, tiles, run, args[0], math.prod(grid(dict(tiles[0]))), *options.values()))
+    run(fastest(name, tiles, run, args[0], math.prod(first), *options.values()))
 
 
 def fastest(

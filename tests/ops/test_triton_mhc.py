@@ -36,16 +36,22 @@ def test_the_columns_of_few_tokens_are_divided_among_programs(streams, width, to
     assert_agrees(mhc_boundary, call)
     assert [one.kernel for one in launched] == ["project", "finish", *backward]
     launched.clear()
+    monkeypatch.setattr(triton, "PROGRAMS", 1)  # undivided, as more tokens would be
+    assert_agrees(mhc_boundary, call)
+    assert [one.kernel for one in launched] == ["project", "finish", *backward]
+    launched.clear()
     monkeypatch.setattr(triton, "FEW", 0)
     assert_agrees(mhc_boundary, call)
     assert [one.kernel for one in launched] == ["forward", *backward]
 
 
-def test_many_tokens_and_narrow_streams_are_one_kernel_s():
+def test_many_tokens_and_narrow_streams_are_one_kernel_s(monkeypatch):
     wide = torch.empty(1, 1, 4, 2048, dtype=torch.bfloat16, device="meta")
     assert [triton.shares_of(wide.expand(-1, tokens, -1, -1)) for tokens in (1, 16, 17, 64, 65)] == [32, 32, 32, 16, 0]
     assert triton.shares_of(torch.empty(1, 1, 4, 32, device="meta")) == 4
     assert triton.shares_of(torch.empty(1, 1, 2, 32, device="meta")) == triton.shares_of(wide[:, :0]) == 0
+    monkeypatch.setattr(triton, "FEW", 1024)
+    assert [triton.shares_of(wide.expand(-1, tokens, -1, -1)) for tokens in (512, 16384)] == [2, 1]
 
 
 def test_streams_that_are_one_memory_as_after_the_embedding():

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..inputs import gradients
 from ..shapes import agree, require
 
 LEARNED = ("query_BRHC", "window_BEC", "sink_H", "bank_BFC", "bias_BRK")  # inputs with a gradient
@@ -43,9 +42,9 @@ class Inputs(NamedTuple):
 
     def gradients(self, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of all inputs, in their dtypes, from the gradients of `learned`."""
-        pairs = zip(self.learned, grads, strict=True)
-        query, window, sink, bank, bias = (None if x is None or grad is None else grad.to(x.dtype) for x, grad in pairs)
-        return gradients(Inputs, query_BRHC=query, window_BEC=window, sink_H=sink, bank_BFC=bank, bias_BRK=bias)
+        named = zip(LEARNED, self.learned, grads, strict=True)
+        by_name = {name: None if x is None or grad is None else grad.to(x.dtype) for name, x, grad in named}
+        return tuple([by_name.get(name) for name in self._fields])
 
 
 def band(

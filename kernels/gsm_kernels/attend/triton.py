@@ -30,7 +30,7 @@ from ..inverse import add_segments, inverse_index
 from ..launch import cdiv, in_float32, launch, power_of_two, unfit
 from ..register import register
 from ..rows import Rows, slices
-from ..tiles import PROCESSORS, Tile, launch_fastest
+from ..tiles import PROCESSORS, launch_fastest
 from .inputs import LEARNED, Inputs
 
 LOG2_E = 1.4426950408889634
@@ -38,25 +38,25 @@ PAIR_BYTES = 1 << 29  # largest buffer of the picks' contributions, in bytes
 SHARE = 32  # columns per program of `few_rows`
 
 
-def tiles(kernel: str, inputs: Inputs) -> tuple[Tile, ...]:
-    """Return the candidates for the tile of a kernel, QUERIES x HEADS rows and BLOCK entries.
+def tile(inputs: Inputs, stages: int, block: int = 64, rows: int = 64) -> dict[str, int]:
+    """Return a tile of a kernel, QUERIES x HEADS rows and BLOCK entries.
 
     wgmma takes 64 rows as its left operand: queries in forward, entries in backward. An SM holds two programs of four
     warps if each uses at most 113 KB of shared memory (their threads have 255 registers), or one program of eight
     warps. Loading a gathered tile during the computation of another needs five stages, because its slots are loaded
     first. float32 cannot use wgmma, and takes twice the registers.
     """
-    padded, picks = power_of_two(inputs.query_BRHC.shape[2]), inputs.slots > 0
+    padded, warps = power_of_two(inputs.query_BRHC.shape[2]), 4
     if inputs.query_BRHC.dtype == torch.float32:
-        rows, shapes = 32, [(32, 8, 1)]
-    elif kernel == "forward":
-        rows, shapes = 64, [(64, 4, 5 if picks else 4), (32, 4, 5)]
-    elif kernel == "query_gradient":
-        rows, shapes = (32, [(64, 4, 5 if padded <= 32 else 3)]) if picks else (64, [(64, 4, 3)])
-    else:
-        rows, shapes = 64, [(64, 4, 2)]
-    names = ("QUERIES", "HEADS", "BLOCK", "num_warps", "num_stages")
-    return tuple(tuple(zip(names, (max(rows // padded, 1), padded, *shape), strict=True)) for shape in shapes)
+        rows, block, warps, stages = 32, 32, 8, 1
+    queries = max(rows // padded, 1)
+    return {"QUERIES": queries, "HEADS": padded, "BLOCK": block, "num_warps": warps, "num_stages": stages}
+
+
+def _query_tile(inputs: Inputs) -> dict[str, int]:
+    """Return the tile of `query_gradient`."""
+    few = inputs.query_BRHC.shape[2] <= 32
+    return tile(inputs, 5 if few else 3, rows=32) if inputs.slots else tile(inputs, 3)
 
 
 def refuses(inputs: Inputs) -> str | None:
@@ -114,8 +114,9 @@ def _forward(*arguments):
     out_BRHC, lse_BRH = _outputs(*arguments)
     batch, rows = inputs.query_BRHC.shape[:2]
     arguments = (*_read(inputs), inputs.sink_H, out_BRHC, lse_BRH, *_sizes(inputs))
-    grid, candidates = lambda tile: (batch * cdiv(rows, tile["QUERIES"]),), tiles("forward", inputs)
-    launch_fastest("attend.forward", forward, grid, arguments, candidates, **_constants(inputs))
+    several = tile(inputs, 5 if inputs.slots else 4), tile(inputs, 5, block=32)
+    programs, candidates = batch * cdiv(rows, several[0]["QUERIES"]), {tuple(one.items()): None for one in several}
+    launch_fastest("attend.forward", forward, lambda _: (programs,), arguments, tuple(candidates), **_constants(inputs))
     return out_BRHC, lse_BRH
 
 
@@ -181,7 +182,7 @@ def _backward(grad_BRHC, out_BRHC, lse_BRH, *arguments):
 def _row_chunks(inputs: Inputs) -> list[slice]:
     """Return ranges of rows, so that the contributions of their picks take at most PAIR_BYTES."""
     batch, rows, _, channels = inputs.query_BRHC.shape
-    queries = dict(tiles("query_gradient", inputs)[0])["QUERIES"]
+    queries = _query_tile(inputs)["QUERIES"]
     bytes_a_row = batch * inputs.picks * channels * inputs.query_BRHC.element_size() if inputs.slots else 0
     step = max(PAIR_BYTES // bytes_a_row // queries * queries, queries) if bytes_a_row else max(rows, 1)
     return slices(rows, step)
@@ -195,8 +196,8 @@ def _query_gradient(inputs: Inputs, saved: tuple, written: tuple, rows: slice) -
     length = rows.stop - rows.start
     pair_grads = inputs.query_BRHC.new_empty(batch, length, inputs.picks if inputs.slots else 0, channels)
     arguments = (*_read(inputs), *saved, *written, pair_grads, rows.start, rows.stop, *_sizes(inputs))
-    tile = dict(tiles("query_gradient", inputs)[0])
-    launch(query_gradient, (batch * cdiv(length, tile["QUERIES"]),), *arguments, **_constants(inputs), **tile)
+    sizes = _query_tile(inputs)
+    launch(query_gradient, (batch * cdiv(length, sizes["QUERIES"]),), *arguments, **_constants(inputs), **sizes)
     return pair_grads
 
 
@@ -205,9 +206,9 @@ def _window_gradient(inputs: Inputs, query: Tensor, grad: Tensor, lse: Tensor, d
 
     (batch, entries, channels), heads = inputs.window_BEC.shape, query.shape[2]
     tensors = (query, grad, inputs.window_BEC, inputs.position_BR, lse, delta, written)
-    tile = dict(tiles("window_gradient", inputs)[0])
-    grid = (batch * cdiv(entries, tile["BLOCK"]),)
-    launch(window_gradient, grid, *tensors, *_sizes(inputs)[:4], H=heads, C=channels, **tile)
+    sizes = tile(inputs, 2)
+    grid = (batch * cdiv(entries, sizes["BLOCK"]),)
+    launch(window_gradient, grid, *tensors, *_sizes(inputs)[:4], H=heads, C=channels, **sizes)
 
 
 def _outputs(*arguments):

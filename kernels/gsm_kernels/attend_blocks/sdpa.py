@@ -6,12 +6,11 @@ less time, and in training far less memory.
 
 from __future__ import annotations
 
-import torch
+from functools import partial
+
 from torch import Tensor
 
-from ..attend_range.sdpa import attend_masked
-from ..device import at_least_float32, scratch_elements
-from ..rows import slices
+from ..attend_range.sdpa import attend_masked, in_one_dtype, in_parts
 from ..slots import visible_blocks
 from .inputs import Inputs
 
@@ -32,23 +31,17 @@ def refuses(inputs: Inputs) -> str | None:
 
 def attend_blocks(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.attend_blocks`."""
-    query_BRHC, dtype = inputs.query_BRHC, inputs.query_BRHC.dtype
-    if query_BRHC.device.type != "cuda":  # CUDA kernels sum in float32; the CPU's round the weights to a half type
-        query_BRHC = at_least_float32(query_BRHC)
-    inputs = inputs._replace(query_BRHC=query_BRHC)
-    (batch, slots), heads = inputs.key_BFGC.shape[:2], query_BRHC.shape[2]
-    size = max(1, 8 * scratch_elements(query_BRHC.device) // (batch * heads * slots))
-    parts = [_attend(inputs, part) for part in slices(query_BRHC.shape[1], size)]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).to(dtype)
+    inputs, dtype = in_one_dtype(inputs), inputs.query_BRHC.dtype
+    return in_parts(partial(_attend, inputs), inputs.query_BRHC, inputs.key_BFGC).to(dtype)
 
 
 def _attend(inputs: Inputs, part: slice) -> Tensor:
     """Compute the rows of a slice."""
-    query_BRHC, (slots, groups) = inputs.query_BRHC[:, part], inputs.key_BFGC.shape[1:3]
     first_BR, last_BR, chosen_BRGN = (x[:, part] for x in (inputs.first_BR, inputs.last_BR, inputs.chosen_BRGN))
-    seen_BRGF = visible_blocks(slots, first_BR, last_BR, chosen_BRGN, inputs.block)
+    seen_BRGF = visible_blocks(inputs.key_BFGC.shape[1], first_BR, last_BR, chosen_BRGN, inputs.block)
     nothing_BRG = ~seen_BRGF.any(-1)
     seen_BRGF[..., 0] |= nothing_BRG  # otherwise an empty softmax spreads NaN through backward
-    key_BFGC, value_BFGC = inputs.key_BFGC.to(query_BRHC.dtype), inputs.value_BFGC.to(query_BRHC.dtype)
-    out_BRHC = attend_masked(query_BRHC, key_BFGC, value_BFGC, seen_BRGF.transpose(1, 2))
-    return out_BRHC.unflatten(2, (groups, -1)).masked_fill(nothing_BRG[..., None, None], 0).flatten(2, 3)
+    mask_BGRF = seen_BRGF.transpose(1, 2)
+    out_BRHC = attend_masked(inputs.query_BRHC[:, part], inputs.key_BFGC, inputs.value_BFGC, mask_BGRF)
+    out_BRGMC = out_BRHC.unflatten(2, (nothing_BRG.shape[2], -1))
+    return out_BRGMC.masked_fill(nothing_BRG[..., None, None], 0).flatten(2, 3)

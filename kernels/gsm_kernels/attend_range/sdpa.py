@@ -9,6 +9,9 @@ to 0 afterwards.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
@@ -16,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..device import at_least_float32, scratch_elements
 from ..joint import Cut, cut, pad_rows, window_blocks
+from ..rows import slices
 from ..slots import visible
 from .inputs import Inputs
 
@@ -27,7 +31,7 @@ def refuses(inputs: Inputs) -> str | None:
 
 def attend_range(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.attend_range`."""
-    inputs, dtype = _in_one_dtype(inputs), inputs.query_BRHC.dtype
+    inputs, dtype = in_one_dtype(inputs), inputs.query_BRHC.dtype
     rows, slots, device = inputs.query_BRHC.shape[1], inputs.key_BFGC.shape[1], inputs.query_BRHC.device.type
     narrow = inputs.width is not None and inputs.width < slots
     if inputs.whole and not narrow:
@@ -39,7 +43,8 @@ def attend_range(inputs: Inputs) -> Tensor:
     return out_BRHC.masked_fill((inputs.first_BR >= inputs.last_BR)[..., None, None], 0).to(dtype)
 
 
-def _in_one_dtype(inputs: Inputs) -> Inputs:
+def in_one_dtype(inputs: Any) -> Any:
+    """Return inputs whose queries, keys and values have the dtype in which they are multiplied."""
     query_BRHC = inputs.query_BRHC
     if query_BRHC.device.type != "cuda":  # CUDA kernels sum in float32; the CPU's round the weights to a half type
         query_BRHC = at_least_float32(query_BRHC)
@@ -51,14 +56,22 @@ def _in_one_dtype(inputs: Inputs) -> Inputs:
 def _by_rows(inputs: Inputs) -> Tensor:
     """Attend to all slots, in chunks of rows with masks of limited size."""
     query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR = inputs[:5]
-    (batch, slots), heads = key_BFGC.shape[:2], query_BRHC.shape[2]
-    size = max(1, 8 * scratch_elements(query_BRHC.device) // (batch * heads * slots))
-    parts = []
-    for query, first, last in zip(*(x.split(size, 1) for x in (query_BRHC, first_BR, last_BR)), strict=True):
-        mask_BRF = visible(first, last, slice(0, slots))
+
+    def attend(part: slice) -> Tensor:
+        first, last = first_BR[:, part], last_BR[:, part]
+        mask_BRF = visible(first, last, slice(0, key_BFGC.shape[1]))
         mask_BRF[..., 0] |= first >= last
-        parts.append(attend_masked(query, key_BFGC, value_BFGC, mask_BRF[:, None]))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return attend_masked(query_BRHC[:, part], key_BFGC, value_BFGC, mask_BRF[:, None])
+
+    return in_parts(attend, query_BRHC, key_BFGC)
+
+
+def in_parts(attend: Callable[[slice], Tensor], query_BRHC: Tensor, key_BFGC: Tensor) -> Tensor:
+    """Return the outputs of all rows, for a function of some rows whose masks of all slots have limited size."""
+    (batch, rows, heads), slots = query_BRHC.shape[:3], key_BFGC.shape[1]
+    parts = slices(rows, max(1, 8 * scratch_elements(query_BRHC.device) // (batch * heads * slots)))
+    outs = [attend(part) for part in parts]
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
 
 def _by_blocks(inputs: Inputs) -> Tensor:

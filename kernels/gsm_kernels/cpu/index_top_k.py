@@ -11,7 +11,7 @@ from ..device import at_least_float32
 from ..dispatch import Impl
 from ..index_top_k import candidate_pool as pooling
 from ..index_top_k import index_top_k as selection
-from ..index_top_k.inputs import Inputs
+from ..index_top_k.inputs import Inputs, chosen
 from ..index_top_k.reference import row_slices
 from ..register import noted, register
 from .native import loops, missing, places, run, unfit
@@ -24,16 +24,16 @@ def _slots(*arguments: Any) -> Tensor:
     inputs = Inputs(*arguments)
     pool = inputs.pool_BRN
     pooled = (-1, inputs.block) if pool is None else (pool.shape[2], inputs.block)
-    return _chosen(loops("index_top_k").top_k, inputs, pooled, (0 if pool is None else places(pool),))
+    return _choose(loops("index_top_k").top_k, inputs, pooled, (0 if pool is None else places(pool),))
 
 
 @torch.no_grad()
 def _blocks(*arguments: Any) -> Tensor:
     inputs = Inputs(*arguments)
-    return _chosen(loops("index_top_k").blocks, inputs, (inputs.block,), ())
+    return _choose(loops("index_top_k").blocks, inputs, (inputs.block,), ())
 
 
-def _chosen(loop: Any, inputs: Inputs, numbers: tuple[int, ...], tensors: tuple[Any, ...]) -> Tensor:
+def _choose(loop: Any, inputs: Inputs, numbers: tuple[int, ...], tensors: tuple[Any, ...]) -> Tensor:
     """Return the k choices of a loop for every row. Rows are taken in chunks with products that fit the scratch memory.
     A chunk has the slots up to the last that it sees: in a long text half of all, in a bank with free room the written
     ones. While a call is recorded, a chunk has all slots: at a repetition more of them are visible."""
@@ -56,13 +56,8 @@ def _chosen(loop: Any, inputs: Inputs, numbers: tuple[int, ...], tensors: tuple[
     return chosen_BRK
 
 
-def _shape(*arguments: Any) -> Tensor:
-    inputs = Inputs(*arguments)
-    return inputs.first_BR.new_empty(*inputs.first_BR.shape, inputs.k, dtype=torch.int64)
-
-
-_index_top_k = register("index_top_k", _slots, _shape, takes=Inputs, on_cpu=True)
-_candidate_pool = register("candidate_pool", _blocks, _shape, takes=Inputs, on_cpu=True)
+_index_top_k = register("index_top_k", _slots, chosen, takes=Inputs, on_cpu=True)
+_candidate_pool = register("candidate_pool", _blocks, chosen, takes=Inputs, on_cpu=True)
 
 selection.add(Impl("numba", lambda inputs: _index_top_k(*inputs), unfit, missing))
 pooling.add(Impl("numba", lambda inputs: _candidate_pool(*inputs), unfit, missing))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..indexer import Indexer
@@ -39,6 +40,12 @@ def pool(
 ) -> Inputs:
     """The inputs of `candidate_pool`."""
     return Inputs(query_BRJI, weight_BRJ, key_BFI, first_BR, last_BR, blocks, block=block)
+
+
+def chosen(*arguments: Any) -> Tensor:
+    """Return the choices without data, [B,R,k], for the fields of `Inputs`."""
+    inputs = Inputs(*arguments)
+    return inputs.first_BR.new_empty(*inputs.first_BR.shape, inputs.k, dtype=torch.int64)
 
 
 def check(op: str, count: str, inputs: Inputs) -> None:

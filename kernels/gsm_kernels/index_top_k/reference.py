@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..device import at_least_float32, scratch_elements
-from ..indexer import Indexer, weigh
+from ..device import scratch_elements
+from ..indexer import fire
 from ..rows import slices
 from ..slots import slots_visible
 from .inputs import Inputs
@@ -20,7 +20,7 @@ def index_top_k(inputs: Inputs) -> Tensor:
     for rows in row_slices(inputs):
         pool = None if pool_BRN is None else pool_BRN[:, rows]
         seen = slots_visible(inputs.key_BFI.shape[1], first_BR[:, rows], last_BR[:, rows], pool, inputs.block)
-        score = _index_scores(inputs.indexer, rows)
+        score = fire(inputs.indexer, rows).score()
         chosen.append(highest(score.masked_fill_(~seen, -torch.inf), inputs.k))
     return torch.cat(chosen, 1)
 
@@ -31,7 +31,7 @@ def candidate_pool(inputs: Inputs) -> Tensor:
     first_BR, last_BR = inputs.first_BR, inputs.last_BR
     pools = [torch.empty_like(first_BR[:, :0, None].expand(-1, -1, inputs.k))]
     for rows in row_slices(inputs):
-        score = _index_scores(inputs.indexer, rows)
+        score = fire(inputs.indexer, rows).score()
         pools.append(highest(_block_scores(score, first_BR[:, rows], last_BR[:, rows], inputs.block), inputs.k))
     return torch.cat(pools, 1)
 
@@ -41,14 +41,6 @@ def row_slices(inputs: Inputs) -> list[slice]:
     batch, rows, heads, _ = inputs.query_BRJI.shape
     per_row = batch * heads * inputs.key_BFI.shape[1]
     return slices(rows, max(1, scratch_elements(inputs.query_BRJI.device) // max(1, per_row)))
-
-
-def _index_scores(indexer: Indexer, rows: slice) -> Tensor:
-    """sum_j weight_j relu(query_j . key) of these rows for every slot, [B,R,F], in float32 or wider."""
-    query, weight = (at_least_float32(x[:, rows]) for x in indexer[:2])
-    batch, length, heads, width = query.shape
-    fired = torch.bmm(query.reshape(batch, length * heads, width), at_least_float32(indexer.key_BFI).mT).relu_()
-    return weigh(fired.view(batch, length, heads, -1), weight)
 
 
 def highest(score: Tensor, k: int) -> Tensor:

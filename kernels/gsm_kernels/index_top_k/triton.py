@@ -34,7 +34,7 @@ from ..register import register
 from ..rows import Rows, lines_of, row_chunks
 from ..score_slots.triton import score_listed
 from ..tiles import Tile, launch_fastest
-from .inputs import Inputs
+from .inputs import Inputs, chosen
 
 GROUPS = 8192  # groups among which one block of threads chooses: 16 in each of its 512 threads' registers
 ALONE = 132  # rows that are chosen for at the same time, each by a multiprocessor: looking once, wide, is soonest over
@@ -72,7 +72,7 @@ def candidate_pool(inputs: Inputs) -> Tensor:
 
 def _index_top_k(*arguments: Any) -> Tensor:
     inputs = Inputs(*arguments)
-    search, index = Search.of(inputs), _chosen(*arguments)
+    search, index = Search.of(inputs), chosen(*arguments)
     slots, k, pool, block = inputs.key_BFI.shape[1], inputs.k, inputs.pool_BRN, inputs.block
     group = group_size(slots)
     per_row = cdiv(slots, group) + (k * (group + 1) if group > 1 else 0) + (0 if pool is None else slots // block // 4)
@@ -83,20 +83,14 @@ def _index_top_k(*arguments: Any) -> Tensor:
 
 def _candidate_pool(*arguments: Any) -> Tensor:
     inputs = Inputs(*arguments)
-    search, pool, block = Search.of(inputs), _chosen(*arguments), inputs.block
+    search, pool, block = Search.of(inputs), chosen(*arguments), inputs.block
     for part in row_chunks(pool.shape, inputs.key_BFI.shape[1]):
         search.choose_blocks(search.best_of_groups(part, 1, None, block), part, block, lines_of(pool, part))
     return pool
 
 
-def _chosen(*arguments: Any) -> Tensor:
-    """Uninitialised; what either operator returns of tensors without data."""
-    inputs = Inputs(*arguments)
-    return inputs.first_BR.new_empty(*inputs.first_BR.shape, inputs.k)
-
-
-_slots = register("index_top_k", _index_top_k, _chosen, takes=Inputs)
-_blocks = register("candidate_pool", _candidate_pool, _chosen, takes=Inputs)
+_slots = register("index_top_k", _index_top_k, chosen, takes=Inputs)
+_blocks = register("candidate_pool", _candidate_pool, chosen, takes=Inputs)
 
 
 class Search(NamedTuple):

@@ -11,8 +11,6 @@ from ..attend.inputs import check_window
 from ..indexer import Indexer
 from ..shapes import require
 
-TEACHER = ("query_BRHC", "window_BEC", "sink_H", "cos_BRP", "sin_BRP", "bank_BFC")  # gets no gradient
-
 
 class IndexerLoss(NamedTuple):
     """The result of `indexer_kl`: the loss, and the share of the teacher's mass that the selection holds (no
@@ -57,11 +55,6 @@ class Inputs(NamedTuple):
     def compared(self) -> int:
         """Slots of a row that teacher and indexer are compared over: all of the bank, or the selected ones."""
         return self.bank_BFC.shape[1] if self.dense else self.index_BRK.shape[2]
-
-    def detached(self) -> Inputs:
-        """The same, with a gradient for the indexer alone."""
-        fixed = {name: x.detach() for name, x in self._asdict().items() if name in TEACHER}
-        return self._replace(**fixed)
 
 
 def check(inputs: Inputs) -> None:

@@ -10,48 +10,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attend.reference import near
-from ..device import at_least_float32, once, scratch_elements
-from ..indexer import Indexer, weigh
-from ..inputs import gradients
+from ..device import scratch_elements
+from ..indexer import Indexer, fire
+from ..inputs import learns
 from ..joint import Cut, Far, as_bias, chunks, cut, pad_rows, probabilities, window_visible
-from ..slots import flat_slots, gather_slots, slots_visible
+from ..slots import gather_slots, slots_visible
+from ..with_gradients import with_gradients
 from .inputs import IndexerLoss, Inputs
 
 
 def indexer_kl(inputs: Inputs) -> IndexerLoss:
     """See `gsm_kernels.indexer_kl`."""
-    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs.indexer)
-    return IndexerLoss(*_IndexerKL.apply(*inputs.detached(), wants_grad))
-
-
-class _IndexerKL(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *arguments):
-        """Return loss and recall, scalars in float32 or wider, from the fields of `Inputs` and whether to compute
-        gradients."""
-        *given, wants_grad = arguments
-        inputs = Inputs(*given)
-        sums = _Sums(inputs.indexer, wants_grad)
+    sums = _Sums(inputs.indexer, learns(*inputs.indexer))
+    with torch.no_grad():
         for rows in _row_chunks(inputs):
             _add_chunk(sums, inputs, rows)
         count = (inputs.position_BR >= 0).sum().clamp(min=1)
-        ctx.save_for_backward(*(grad.div_(count) for grad in sums.grads))
-        ctx.dtypes = [x.dtype for x in inputs.indexer]
+        grads = [grad.div_(count) for grad in sums.grads]
         recall = sums.held / sums.seen if inputs.dense else torch.full_like(sums.held, torch.nan)
-        ctx.mark_non_differentiable(recall)
-        return sums.loss / count, recall
-
-    @staticmethod
-    @once
-    def backward(ctx, grad, _):
-        """The gradients that forward has made, scaled by that of the loss."""
-        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=False)  # none is saved where none was wanted
-        return *indexer_gradients(*((grad * saved).to(dtype) for saved, dtype in pairs)), None
-
-
-def indexer_gradients(query: Tensor | None = None, weight: Tensor | None = None, key: Tensor | None = None) -> tuple:
-    """Return the gradients of a backward, for the fields of `Inputs`."""
-    return gradients(Inputs, index_query_BRJI=query, index_weight_BRJ=weight, index_key_BFI=key)
+        loss = sums.loss / count
+    return IndexerLoss(with_gradients(loss, inputs.indexer, grads), recall)
 
 
 class _Sums:
@@ -60,7 +38,7 @@ class _Sums:
     def __init__(self, indexer: Indexer, wants_grad: bool) -> None:
         wide, device = torch.promote_types(indexer.query_BRJI.dtype, torch.float32), indexer.query_BRJI.device
         self.loss, self.held, self.seen = torch.zeros(3, dtype=wide, device=device).unbind()
-        self.grads = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in indexer] if wants_grad else []
+        self.grads = tuple(torch.zeros(x.shape, dtype=wide, device=x.device) for x in indexer if wants_grad)
 
 
 def _row_chunks(inputs: Inputs) -> list[slice]:
@@ -116,34 +94,13 @@ def _divergence(
     sums: _Sums, inputs: Inputs, rows: slice, target_BRG: Tensor, visible: Tensor, sees_BR: Tensor
 ) -> Tensor:
     """KL(target || softmax of the scores) summed over rows; adds the gradients to the sums if they are wanted."""
-    indexer, index_BRK = inputs.indexer, None if inputs.dense else inputs.index_BRK[:, rows]
-    query_BRJI, weight_BRJ = (at_least_float32(x[:, rows]) for x in indexer[:2])
-    keys = at_least_float32(indexer.key_BFI)
-    if index_BRK is not None:
-        keys = gather_slots(keys, index_BRK)
-    batch, length, heads, _ = query_BRJI.shape
-    queries = query_BRJI.reshape(keys.shape[0], batch * length * heads // keys.shape[0], -1)
-    fired_BRJG = torch.bmm(queries, keys.mT).relu_().view(batch, length, heads, -1)
-    score = weigh(fired_BRJG, weight_BRJ)
+    fired = fire(inputs.indexer, rows, None if inputs.dense else inputs.index_BRK)
+    score = fired.score()
     lowest, tiny = torch.finfo(score.dtype).min, torch.finfo(score.dtype).tiny
     score.masked_fill_(~visible, lowest)
     log_model = torch.log_softmax(score, -1)
     loss = (target_BRG * (target_BRG.clamp(min=tiny).log_() - log_model)).sum()
     if sums.grads:
-        score_grad = torch.softmax(score, -1).mul_(sees_BR[..., None]).sub_(target_BRG)[:, :, None]
-        query_grad, weight_grad, key_grad = sums.grads
-        weight_grad[:, rows] = (fired_BRJG * score_grad).sum(-1)
-        # Where a head fired, its gradient is its weight times the score's.
-        fired_grad = fired_BRJG.sign_().mul_(weight_BRJ[..., None]).mul_(score_grad)
-        fired_grad = fired_grad.view(*queries.shape[:2], fired_BRJG.shape[3])
-        query_grad[:, rows] = torch.bmm(fired_grad, keys).view(query_BRJI.shape)
-        _add_key_grad(key_grad, torch.bmm(fired_grad.mT, queries), index_BRK)
+        score_grad = torch.softmax(score, -1).mul_(sees_BR[..., None]).sub_(target_BRG)
+        fired.add_gradients(sums.grads, score_grad)
     return loss
-
-
-def _add_key_grad(key_grad: Tensor, grad: Tensor, index_BRK: Tensor | None) -> None:
-    if index_BRK is None:
-        key_grad += grad
-    elif key_grad.shape[1]:
-        flat = flat_slots(index_BRK, key_grad.shape[1])
-        key_grad.view(-1, key_grad.shape[2]).index_add_(0, flat, grad.flatten(0, 1))

@@ -23,15 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..device import once
 from ..index_top_k.triton import Search, members_of
 from ..inputs import contiguous, learns, schema
 from ..launch import cdiv, in_float32, launch, power_of_two, unfit
 from ..register import register
 from ..rows import Rows, lines_of, row_chunks
 from ..score_slots.triton import add_gradients, score_listed, zeros_for
+from ..with_gradients import with_gradients
 from .inputs import IndexerLoss, Inputs
-from .reference import indexer_gradients
 
 LOG2E = 1.4426950408889634
 
@@ -48,23 +47,9 @@ def refuses(inputs: Inputs) -> str | None:
 
 def indexer_kl(inputs: Inputs) -> IndexerLoss:
     """See `gsm_kernels.indexer_kl`."""
-    return IndexerLoss(*_IndexerKL.apply(*inputs.detached(), learns(*inputs.indexer)))
-
-
-class _IndexerKL(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *arguments):
-        loss, recall, *grads = _operator(*arguments)
-        ctx.save_for_backward(*grads)
-        ctx.wants_grad, ctx.dtypes = arguments[-1], [x.dtype for x in Inputs(*arguments[:-1]).indexer]
-        ctx.mark_non_differentiable(recall)
-        return loss, recall
-
-    @staticmethod
-    @once
-    def backward(ctx, grad, _):
-        grads = [(grad * saved).to(dtype) for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
-        return *indexer_gradients(*(grads if ctx.wants_grad else ())), None
+    with torch.no_grad():
+        loss, recall, *grads = _operator(*inputs, learns(*inputs.indexer))
+    return IndexerLoss(with_gradients(loss, inputs.indexer, grads), recall)
 
 
 def _forward(*arguments):
@@ -77,8 +62,7 @@ def _forward(*arguments):
         _add_chunk(inputs, part, loss, held, sees, grads if wants_grad else None)
     count = (position >= 0).sum().clamp(min=1)
     recall = held.sum() / sees.sum() if inputs.dense else torch.full_like(loss.sum(), torch.nan)
-    query_grad, weight_grad, key_grad = (grad.div_(count) for grad in grads)
-    return loss.sum() / count, recall, query_grad, weight_grad, key_grad
+    return loss.sum() / count, recall, *(grad.div_(count) for grad in grads)
 
 
 def _empty(*arguments):

@@ -6,8 +6,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..device import at_least_float32, handed_out, once, scratch_elements
+from ..device import at_least_float32, scratch_elements
+from ..inputs import learns
 from ..rows import slices
+from ..with_gradients import with_gradients
 
 # Every chunk reads the whole weight three times: with fewer rows a large vocabulary is bound by memory, not by
 # arithmetic.
@@ -16,37 +18,21 @@ FEWEST_ROWS = 256
 
 def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, ignore_index: int = -100) -> Tensor:
     """See `gsm_kernels.linear_cross_entropy`."""
-    grad_enabled = torch.is_grad_enabled()
-    wants = (grad_enabled and hidden_ND.requires_grad, grad_enabled and weight_VD.requires_grad)
-    return _LinearCrossEntropy.apply(hidden_ND, weight_VD, target_N, ignore_index, *wants)
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, target_N, ignore_index, wants_hidden, wants_weight):
-        """The loss, a scalar in float32 or wider; the gradients that are wanted are kept, as large as their inputs."""
+    learns_hidden, learns_weight = learns(hidden_ND), learns(weight_VD)
+    with torch.no_grad():
         hidden, weight = at_least_float32(hidden_ND), at_least_float32(weight_VD)
         counted = target_N != ignore_index
         share = counted.to(hidden.dtype) / counted.sum().clamp(min=1)
         target = target_N.masked_fill(~counted, 0)[:, None]
         loss = hidden.new_zeros(())
-        hidden_grad = torch.empty_like(hidden) if wants_hidden else None
-        weight_grad = torch.zeros_like(weight) if wants_weight else None
+        hidden_grad = torch.empty_like(hidden) if learns_hidden else None
+        weight_grad = torch.zeros_like(weight) if learns_weight else None
         for rows in _row_slices(hidden, weight):
             log_model = torch.log_softmax(hidden[rows] @ weight.T, -1)
             loss -= log_model.gather(1, target[rows])[:, 0] @ share[rows]
-            if wants_hidden or wants_weight:
+            if learns_hidden or learns_weight:
                 _add_gradients(hidden, weight, hidden_grad, weight_grad, rows, log_model, target, share[:, None])
-        ctx.save_for_backward(hidden_grad, weight_grad)
-        ctx.dtypes = hidden_ND.dtype, weight_VD.dtype
-        return handed_out(loss)
-
-    @staticmethod
-    @once
-    def backward(ctx, grad):
-        """The gradients that forward has made, scaled by that of the loss."""
-        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(None if saved is None else (saved * grad).to(dtype) for saved, dtype in pairs), None, None, None, None
+    return with_gradients(loss, (hidden_ND, weight_VD), (hidden_grad, weight_grad))
 
 
 def _add_gradients(hidden, weight, hidden_grad, weight_grad, rows, log_model, target, share) -> None:

@@ -29,10 +29,11 @@ import functools
 import torch
 from torch import Tensor
 
-from ..device import once
+from ..inputs import learns
 from ..launch import cdiv, launch, unfit
 from ..register import register
 from ..rows import slices
+from ..with_gradients import with_gradients
 
 # 1,024 threads with more than 32 registers each: one program on a processor, so that the second sweep over a row finds
 # it in the L2 cache.
@@ -50,9 +51,12 @@ def refuses(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, ignore_index
 
 def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, ignore_index: int = -100) -> Tensor:
     """See `gsm_kernels.linear_cross_entropy`."""
-    grad_enabled = torch.is_grad_enabled()
-    wants = (grad_enabled and hidden_ND.requires_grad, grad_enabled and weight_VD.requires_grad)
-    return _LinearCrossEntropy.apply(hidden_ND, weight_VD, target_N, ignore_index, *wants)
+    learned = hidden_ND, weight_VD
+    with torch.no_grad():
+        total, *grads = _operator(*learned, target_N, ignore_index, *map(learns, learned))
+        count = (target_N != ignore_index).sum().clamp(min=1)
+        loss, factor = total / count, 1 / (count * _lift(hidden_ND.dtype))
+    return with_gradients(loss, learned, grads, factor)
 
 
 def chunk_rows(vocabulary: int) -> int:
@@ -65,28 +69,6 @@ def chunk_rows(vocabulary: int) -> int:
     while rows > 256 and rows * vocabulary > 1 << 28:
         rows //= 2
     return rows
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, target_N, ignore_index, wants_hidden, wants_weight):
-        total, *grads = _operator(hidden_ND, weight_VD, target_N, ignore_index, wants_hidden, wants_weight)
-        count = (target_N != ignore_index).sum().clamp(min=1)
-        ctx.save_for_backward(count, *grads)
-        ctx.dtypes = (hidden_ND.dtype if wants_hidden else None, weight_VD.dtype if wants_weight else None)
-        ctx.lift = _lift(hidden_ND.dtype)
-        return total / count
-
-    @staticmethod
-    @once
-    def backward(ctx, grad):
-        count, *grads = ctx.saved_tensors
-        share = grad / (count * ctx.lift)
-        scaled = [
-            None if dtype is None else torch.mul(saved, share, out=torch.empty_like(saved, dtype=dtype))
-            for saved, dtype in zip(grads, ctx.dtypes, strict=True)
-        ]
-        return *scaled, None, None, None, None
 
 
 def _chunks(

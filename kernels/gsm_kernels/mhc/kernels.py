@@ -61,10 +61,10 @@ def project(
 @triton.jit
 def finish(
     streams_ptr, update_ptr, number_part_ptr, square_part_ptr, bias_ptr, scale_ptr,
-    left_ptr, mixed_ptr, number_ptr, inverse_ptr, coefficient_ptr, N, D, rounds, eps, hc_eps,
+    left_ptr, mixed_ptr, number_ptr, inverse_ptr, coefficient_ptr, N, D, columns, rounds, eps, hc_eps,
     X: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """For few tokens: from all shares of their numbers, mix WIDTH columns. Every program makes a token's coefficients,
+    """For few tokens: from all shares of their numbers, mix some columns. Every program makes a token's coefficients,
     in registers; the first one keeps them."""
     row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     inside, C, g, share = row < N, 2 * X + X * X, tl.arange(0, 2 * X), tl.arange(0, SHARES)
@@ -89,8 +89,8 @@ def finish(
         coefficient = coefficient + (tl.sum(tl.where(g == k, gate, 0.0), 1),)
     for k in tl.static_range(X * X):
         coefficient = coefficient + (tl.sum(tl.sum(tl.where(mix == 2 * X + k, matrix, 0.0), 2), 1),)
-    first = tl.program_id(1) * WIDTH
-    _mix(streams_ptr, update_ptr, coefficient, left_ptr, mixed_ptr, row, inside, first, first + WIDTH, D, X, WIDTH)
+    first = tl.program_id(1) * columns
+    _mix(streams_ptr, update_ptr, coefficient, left_ptr, mixed_ptr, row, inside, first, first + columns, D, X, WIDTH)
 
 
 @triton.jit

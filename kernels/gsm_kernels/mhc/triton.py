@@ -6,6 +6,8 @@ would be read too often, because every program reads all of it.
 A tile of up to 64 tokens, as in decoding, would be one program that goes through phi alone. So there the columns of phi
 are divided among up to 64 programs (`project`), and those of the streams among others (`finish`), which all make the
 coefficients of their token again, in registers: two launches, no round trip within one, and no copy of phi in bfloat16.
+With a larger FEW, more tokens are computed in this way: undivided, as two streaming kernels that read the streams twice
+but never wait for Sinkhorn's rounds between the reads. Only a GPU can say from how many tokens one kernel is faster.
 
 In backward, the gradient of a stream needs that of its token's coefficients, which takes whole rows, and the gradient
 of phi takes whole columns. So one kernel goes by rows, a small one through the coefficients, and one by columns, which
@@ -37,7 +39,7 @@ from .inputs import LEARNED, Inputs
 STREAMS = (1, 2, 4, 8)
 MOST_ROUNDS = 32  # they are unrolled in backward
 TILE = 16  # tokens: the rows of the smallest product of matrices
-FEW = 4  # tiles of tokens that leave most processors idle
+FEW = 4  # tiles of tokens that two kernels compute, since one would leave most processors idle
 FEWEST = 4  # tokens of a program of `finish`
 PROGRAMS = 64  # that share their columns
 LEAST_STEPS = 4  # tiles of columns that are worth a second launch
@@ -117,11 +119,11 @@ def shares_of(streams_BRXD: Tensor) -> int:
     tiles, steps = cdiv(batch * rows, TILE), cdiv(count * width, blocks(streams_BRXD).width)
     if not 0 < tiles <= FEW or steps < LEAST_STEPS:
         return 0
-    return 1 << (min(PROGRAMS // tiles, steps).bit_length() - 1)  # a power of two, which a block has to have
+    return 1 << (min(max(PROGRAMS // tiles, 1), steps).bit_length() - 1)  # a power of two, which a block has to have
 
 
 def _few_tokens(shares: int, inputs: Inputs, results: tuple[Tensor, ...]) -> None:
-    """Writes what `forward` would, in two kernels with many programs for every tile."""
+    """Writes what `forward` would, in two kernels, for few tokens with many programs for every tile."""
     from .kernels import finish, project
 
     streams, update, phi, bias, scale, rounds, eps, hc_eps = inputs
@@ -133,9 +135,10 @@ def _few_tokens(shares: int, inputs: Inputs, results: tuple[Tensor, ...]) -> Non
     grid = (cdiv(tokens, TILE), shares)
     launch(project, grid, streams, phi, *parts, tokens, count * width, columns, C=number.shape[1], **sizes)
     tensors = (streams, update, *parts, bias, scale, left, mixed, number, inverse, coefficient)
-    few = power_of_two(min(tokens, FEWEST))
-    sizes = {"X": count, "TOKENS": few, "WIDTH": tile.width, "SHARES": shares}
-    launch(finish, (cdiv(tokens, few), cdiv(width, tile.width)), *tensors, tokens, width, rounds, eps, hc_eps, **sizes)
+    few, mixed_columns = power_of_two(min(tokens, FEWEST)), tile.width if shares > 1 else width
+    sizes, numbers = {"X": count, "TOKENS": few, "WIDTH": tile.width, "SHARES": shares}, (rounds, eps, hc_eps)
+    grid = (cdiv(tokens, few), cdiv(width, mixed_columns))
+    launch(finish, grid, *tensors, tokens, width, mixed_columns, *numbers, **sizes)
 
 
 def _backward(left_grad, mixed_grad, number, inverse, coefficient, *arguments):

@@ -1,0 +1,46 @@
+"""Losses whose gradients are computed with them, in forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .device import handed_out, once
+from .inputs import learns
+
+
+def with_gradients(
+    loss: Tensor, learned: Sequence[Tensor], grads: Sequence[Tensor | None], factor: Tensor | None = None
+) -> Tensor:
+    """Return a loss with gradients that backward only multiplies.
+
+    Args:
+        loss: a scalar, computed under `no_grad`, as all the others.
+        learned: the tensors that may need a gradient.
+        grads: the gradient of each that does, in any dtype.
+        factor: a scalar that multiplies them in backward; None: 1.
+    """
+    pairs = [(x, grad) for x, grad in zip(learned, grads, strict=False) if learns(x)]
+    if not pairs:
+        return loss
+    tensors = [tensor for pair in pairs for tensor in pair]
+    return _Loss.apply(loss, torch.ones_like(loss) if factor is None else factor, *tensors)
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss, factor, *pairs):
+        ctx.save_for_backward(factor, *pairs[1::2])
+        ctx.dtypes = [x.dtype for x in pairs[::2]]
+        return handed_out(loss)
+
+    @staticmethod
+    @once
+    def backward(ctx, grad):
+        factor, *saved = ctx.saved_tensors
+        share, grads = grad * factor, []
+        for x, dtype in zip(saved, ctx.dtypes, strict=True):
+            grads += [torch.mul(x, share, out=torch.empty_like(x, dtype=dtype)), None]
+        return None, None, *grads
