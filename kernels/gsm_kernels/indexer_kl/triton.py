@@ -47,8 +47,9 @@ def refuses(inputs: Inputs) -> str | None:
 
 def indexer_kl(inputs: Inputs) -> IndexerLoss:
     """See `gsm_kernels.indexer_kl`."""
+    wants_grad = learns(*inputs.indexer)
     with torch.no_grad():
-        loss, recall, *grads = _operator(*inputs, learns(*inputs.indexer))
+        loss, recall, *grads = _operator(*inputs, wants_grad)
     return IndexerLoss(with_gradients(loss, inputs.indexer, grads), recall)
 
 

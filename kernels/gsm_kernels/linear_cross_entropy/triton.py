@@ -51,9 +51,9 @@ def refuses(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, ignore_index
 
 def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, ignore_index: int = -100) -> Tensor:
     """See `gsm_kernels.linear_cross_entropy`."""
-    learned = hidden_ND, weight_VD
+    learned, wants = (hidden_ND, weight_VD), (learns(hidden_ND), learns(weight_VD))
     with torch.no_grad():
-        total, *grads = _operator(*learned, target_N, ignore_index, *map(learns, learned))
+        total, *grads = _operator(*learned, target_N, ignore_index, *wants)
         count = (target_N != ignore_index).sum().clamp(min=1)
         loss, factor = total / count, 1 / (count * _lift(hidden_ND.dtype))
     return with_gradients(loss, learned, grads, factor)
