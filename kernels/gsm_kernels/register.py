@@ -8,10 +8,11 @@ kernels is built before the first forward: if one cannot be built, the dispatch 
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -75,13 +76,16 @@ def register(
 
         op.register_autograd(_gradients_by(back, fake, names, learned, results), setup_context=save)
     places = [names.index(argument) for argument in learned]
+    defaults = {name: one.default for name, one in inspect.signature(forward).parameters.items()}
 
-    def call(*arguments: Any) -> Any:
+    @functools.wraps(forward)
+    def call(*arguments: Any, **named: Any) -> Any:
+        arguments += tuple([named[name] if name in named else defaults[name] for name in names[len(arguments) :]])
         learning = learns(*[arguments[place] for place in places])
         if on_cpu:
             return (op if learning or watched() else forward)(*arguments)
         if learning and backward is not None and not torch.compiler.is_compiling():
-            build_once((name, *map(_compiled_for, arguments)), partial(build, backward, *arguments))
+            build_once((name, *map(_compiled_for, arguments)), functools.partial(build, backward, *arguments))
         return op(*arguments)
 
     def build(backward: Function, *arguments: Any) -> None:

@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 
-def visible(first_BR: Tensor, last_BR: Tensor, slots: slice) -> Tensor:
+def visible(slots: int, first_BR: Tensor, last_BR: Tensor) -> Tensor:
     """Return the mask of slots in a row's range [first, last), bool [B,R,F]."""
-    slot_F = torch.arange(slots.start, slots.stop, device=first_BR.device)
+    slot_F = torch.arange(slots, device=first_BR.device)
     return (slot_F >= first_BR[..., None]) & (slot_F < last_BR[..., None])
 
 
 def slots_visible(slots: int, first_BR: Tensor, last_BR: Tensor, pool_BRN: Tensor | None, block: int) -> Tensor:
     """Return the mask of slots that a row may select, bool [B,R,F]: in [first, last), and in its pool if it has one."""
     if pool_BRN is None:
-        return visible(first_BR, last_BR, slice(0, slots))
+        return visible(slots, first_BR, last_BR)
     return visible_blocks(slots, first_BR, last_BR, pool_BRN[:, :, None], block)[:, :, 0]
 
 
@@ -29,7 +29,7 @@ def visible_blocks(slots: int, first_BR: Tensor, last_BR: Tensor, chosen_BRGN: T
     member.scatter_(3, torch.where(chosen_BRGN < 0, blocks, chosen_BRGN.clamp(max=blocks)), True)
     slot_F = torch.arange(slots, device=first_BR.device)
     block_BRF = (slot_F - first_BR[..., None]).div(block, rounding_mode="floor").clamp_(0, blocks - 1)
-    seen_BRF = visible(first_BR, last_BR, slice(0, slots))
+    seen_BRF = visible(slots, first_BR, last_BR)
     return member.gather(3, block_BRF[:, :, None].expand(-1, -1, member.shape[2], -1)) & seen_BRF[:, :, None]
 
 

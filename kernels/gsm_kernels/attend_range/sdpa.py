@@ -59,7 +59,7 @@ def _by_rows(inputs: Inputs) -> Tensor:
 
     def attend(part: slice) -> Tensor:
         first, last = first_BR[:, part], last_BR[:, part]
-        mask_BRF = visible(first, last, slice(0, key_BFGC.shape[1]))
+        mask_BRF = visible(key_BFGC.shape[1], first, last)
         mask_BRF[..., 0] |= first >= last
         return attend_masked(query_BRHC[:, part], key_BFGC, value_BFGC, mask_BRF[:, None])
 

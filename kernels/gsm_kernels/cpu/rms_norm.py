@@ -18,12 +18,7 @@ from .native import loops, missing, run, unfit, wide
 LEAST = 1 << 16  # numbers that are worth a thread
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """See `gsm_kernels.rms_norm`."""
-    return _operator(x, weight, eps)
-
-
-def _forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _forward(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     wide_x, width = wide(x), x.shape[-1]
     rows, least, out = x.numel() // max(width, 1), LEAST // max(width, 1) + 1, torch.empty_like(wide_x)
     run(loops("rms_norm").forward, rows, width, eps, wide_x, wide(weight), out, least=least)
@@ -40,6 +35,6 @@ def _backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     return in_dtype(x_grad, x.dtype), in_dtype(part_PD.sum(0), weight.dtype)
 
 
-_operator = register("rms_norm", _forward, backward=_backward, learned=("x", "weight"), on_cpu=True)
+rms_norm = register("rms_norm", _forward, backward=_backward, learned=("x", "weight"), on_cpu=True)
 
 operation.add(Impl("numba", rms_norm, unfit, missing))

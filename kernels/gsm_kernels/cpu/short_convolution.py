@@ -15,11 +15,6 @@ LEAST = 1 << 15  # numbers that are worth a thread
 ROWS = 32  # fewest rows of a block; backward adds up the weight's gradient by block
 
 
-def short_convolution(seen_BEC: Tensor, weight: Tensor, position_BT: Tensor) -> Tensor:
-    """See `gsm_kernels.short_convolution`."""
-    return _operator(seen_BEC, weight, position_BT)
-
-
 def _forward(seen_BEC: Tensor, weight: Tensor, position_BT: Tensor) -> Tensor:
     entries, (batch, length), (channels, width) = wide(seen_BEC), position_BT.shape, weight.shape
     out_BTC, least = entries.new_empty(batch, length, channels), LEAST // max(channels, 1) + 1
@@ -46,6 +41,8 @@ def _shape(seen_BEC: Tensor, weight: Tensor, position_BT: Tensor) -> Tensor:
     return seen_BEC.new_empty(*position_BT.shape, seen_BEC.shape[2])
 
 
-_operator = register("short_convolution", _forward, _shape, _backward, learned=("seen_BEC", "weight"), on_cpu=True)
+short_convolution = register(
+    "short_convolution", _forward, _shape, _backward, learned=("seen_BEC", "weight"), on_cpu=True
+)
 
 operation.add(Impl("numba", short_convolution, unfit, missing))

@@ -14,11 +14,6 @@ from .native import loops, missing, run, unfit, wide
 LEAST = 1 << 13  # numbers that are worth a thread
 
 
-def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """See `gsm_kernels.swiglu`."""
-    return _operator(gate, up, limit)
-
-
 def _forward(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     gates = wide(gate)
     out = torch.empty_like(gates)
@@ -33,6 +28,6 @@ def _backward(grad: Tensor, gate: Tensor, up: Tensor, limit: float) -> tuple[Ten
     return in_dtype(gate_grad, gate.dtype), in_dtype(up_grad, up.dtype)
 
 
-_operator = register("swiglu", _forward, backward=_backward, learned=("gate", "up"), on_cpu=True)
+swiglu = register("swiglu", _forward, backward=_backward, learned=("gate", "up"), on_cpu=True)
 
 operation.add(Impl("numba", swiglu, unfit, missing))

@@ -30,11 +30,6 @@ def refuses(x: Tensor, weight: Tensor, eps: float = 1e-6) -> str | None:
     return unfit(x, weight)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """See `gsm_kernels.rms_norm`."""
-    return _operator(x, weight, eps)
-
-
 def tile(width: int) -> tuple[int, int, int]:
     """Rows of a tile, its columns, and warps: 16 numbers a thread, in narrow rows several of them at a time."""
     columns = power_of_two(width)
@@ -42,7 +37,7 @@ def tile(width: int) -> tuple[int, int, int]:
     return rows, columns, min(16, rows * columns // 512)
 
 
-def _forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _forward(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     from .kernels import forward
 
     x, weight = x.contiguous(), weight.contiguous()
@@ -68,4 +63,4 @@ def _backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     return x_grad, partial_PD.sum(0).to(weight.dtype)
 
 
-_operator = register("rms_norm", _forward, backward=_backward, learned=("x", "weight"))
+rms_norm = register("rms_norm", _forward, backward=_backward, learned=("x", "weight"))

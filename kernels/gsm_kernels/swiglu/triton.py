@@ -20,11 +20,6 @@ def refuses(gate: Tensor, up: Tensor, limit: float) -> str | None:
     return unfit(gate, up)
 
 
-def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """See `gsm_kernels.swiglu`."""
-    return _operator(gate, up, limit)
-
-
 def _forward(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     from .kernels import forward
 
@@ -44,4 +39,4 @@ def _backward(grad: Tensor, gate: Tensor, up: Tensor, limit: float) -> tuple[Ten
     return gate_grad, up_grad
 
 
-_operator = register("swiglu", _forward, backward=_backward, learned=("gate", "up"))
+swiglu = register("swiglu", _forward, backward=_backward, learned=("gate", "up"))

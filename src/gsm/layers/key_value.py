@@ -187,6 +187,6 @@ def _hidden(history: History, heads: int) -> Tensor:
     """Return a mask of the slots that a row does not see, bool [B, R, 1, F], or [B, R, H, F] with chosen blocks."""
     slots, groups = history.key_BFGC.shape[1:3]
     if history.chosen_BRGN is None:
-        return ~visible(history.first_BR, history.last_BR, slice(0, slots))[:, :, None]
+        return ~visible(slots, history.first_BR, history.last_BR)[:, :, None]
     seen_BRGF = visible_blocks(slots, history.first_BR, history.last_BR, history.chosen_BRGN, history.block)
     return ~seen_BRGF.repeat_interleave(heads // groups, dim=2)

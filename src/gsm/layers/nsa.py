@@ -231,7 +231,7 @@ def _best(query_BRHC: Tensor, blocks: History, own_BR: Tensor, rows: slice, coun
     """Return the best finished blocks, except their own, for the rows of a slice."""
     first_BR, last_BR, own_BR = blocks.first_BR[:, rows], blocks.last_BR[:, rows], own_BR[:, rows]
     slots, groups = blocks.key_BFGC.shape[1:3]
-    hidden_BRF = ~visible(first_BR, last_BR, slice(0, slots))
+    hidden_BRF = ~visible(slots, first_BR, last_BR)
     query_BRGYC = promoted(query_BRHC[:, rows]).unflatten(2, (groups, -1)) * query_BRHC.shape[-1] ** -0.5
     with full_precision(query_BRGYC):
         logit_BRGYF = torch.einsum("brgyc,bfgc->brgyf", query_BRGYC, promoted(blocks.key_BFGC))
