@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,6 +98,18 @@ def test_a_forced_implementation_refuses_the_calls_that_it_is_not_made_for(op, n
     with using(name), pytest.raises(RuntimeError) as error:
         getattr(gsm_kernels, op)(**to_device(call))
     assert all(word in str(error.value) for word in (f"{op}: cannot run as '{name}'", *words)), error.value
+
+
+@pytest.mark.parametrize(("op", "options"), [("score_slots", {}), ("indexer_kl", {"dense": False})])
+def test_the_kernels_have_no_gradients_for_more_index_heads_than_they_are_right_for(op, options):
+    """Compilers have got the product wrong that 64 heads would take (fla-org/flash-linear-attention#640)."""
+    make = calls.scoring if op == "score_slots" else calls.indexer
+    for heads, learning, words in ((33, True, "at most 32 index heads, got 33"), (32, True, None), (33, False, None)):
+        call = to_device(cast(make(heads=heads, rows=2, entries=4, batch=1), torch.float32)) | options
+        for name in (name for name in call if name.endswith(calls.SEARCH)):
+            call[name].requires_grad_(learning)
+        with using("triton"), pytest.raises(RuntimeError, match=words) if words else contextlib.nullcontext():
+            assert getattr(gsm_kernels, op).choose(**call).name == "triton"
 
 
 FAST = [(op, impl.name) for op in OPS for impl in op.fast if impl.name in ("triton", "numba") and not impl.narrow]

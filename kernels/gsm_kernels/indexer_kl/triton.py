@@ -28,7 +28,7 @@ from ..inputs import contiguous, learns, schema
 from ..launch import cdiv, in_float32, launch, power_of_two, unfit
 from ..register import register
 from ..rows import Rows, lines_of, row_chunks
-from ..score_slots.triton import add_gradients, score_listed, zeros_for
+from ..score_slots.triton import add_gradients, score_listed, unlearnable, zeros_for
 from ..with_gradients import with_gradients
 from .inputs import IndexerLoss, Inputs
 
@@ -42,7 +42,8 @@ def refuses(inputs: Inputs) -> str | None:
         return f"made for 1 to 128 heads of an even width up to 128, got {heads} of width {channels}"
     floats = (inputs.query_BRHC, inputs.window_BEC, inputs.sink_H, inputs.cos_BRP, inputs.sin_BRP, inputs.bank_BFC)
     operands = (inputs.query_BRHC, inputs.window_BEC, inputs.bank_BFC, inputs.index_query_BRJI, inputs.index_key_BFI)
-    return inputs.indexer.unfit() or unfit(*floats) or in_float32(*operands)
+    refusal = None if inputs.dense else unlearnable(inputs.indexer)
+    return refusal or inputs.indexer.unfit() or unfit(*floats) or in_float32(*operands)
 
 
 def indexer_kl(inputs: Inputs) -> IndexerLoss:

@@ -27,10 +27,15 @@ MOST_HEADS = 32
 
 def refuses(inputs: Inputs) -> str | None:
     """Why this call is not for the kernels."""
-    heads = inputs.query_BRJI.shape[2]
-    if heads > MOST_HEADS and learns(*inputs.indexer):
-        return f"has gradients for at most {MOST_HEADS} index heads, got {heads}"
-    return inputs.indexer.unfit()
+    return unlearnable(inputs.indexer) or inputs.indexer.unfit()
+
+
+def unlearnable(indexer: Indexer) -> str | None:
+    """Why `add_gradients` is not for this indexer."""
+    heads = indexer.query_BRJI.shape[2]
+    if heads <= MOST_HEADS or not learns(*indexer):
+        return None
+    return f"has gradients for at most {MOST_HEADS} index heads, got {heads}"
 
 
 def score_slots(inputs: Inputs) -> Tensor:
