@@ -33,6 +33,7 @@ SIZES = (
     "size.vocabulary=257 size.context=32 size.dim=16 size.feed_forward_dim=32 size.heads=2 size.entry_dim=8 "
     "size.rotary_dim=4 size.query_rank=8 size.output_rank=8 size.index_dim=8 size.window=4 size.top_k=4"
 ).split()
+NO_PICTURES = "callbacks.pictures=null"  # they would be a third of the time
 BYTES = ("data=folder", "data.tokenizer=bytes")
 TINY = ["model/residual=plain", *SIZES, *BYTES]
 TINY += (
@@ -41,6 +42,7 @@ TINY += (
     "callbacks.latest.minutes=1e-9 callbacks.latest.share=1e9 "
     "ngrams=false sample=false"
 ).split()
+TINY += [NO_PICTURES]
 BY_MODEL = "arm=${hydra:runtime.choices.model}"  # in a folder that is named after the model alone
 UNSTEADY = {"train/tokens_per_second", "train/peak_memory_gib"}
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,10 @@ import pytest
 import tiny_text
 import torch
 from adversary.kills import difference
-from short_runs import arguments, lines, no_death, started, typed
+from short_runs import arguments, typed
 
 from gsm.config.compose import compose
 from gsm.paths import ROOT
-from gsm.training.module import LanguageModeling
 from gsm.training.run import train
 
 
@@ -78,29 +75,6 @@ def test_the_judge_of_kills_sees_every_difference():
         {name: value for name, value in whole.items() if name != "results.md"},
     ):
         assert difference(other, whole) and difference(whole, other), other.keys()
-
-
-@pytest.mark.slow
-def test_a_kill_in_the_last_validation_loses_nothing(home: Path, processes: Any, straight: Path):
-    """What is expected to fail is the curve alone: everything before has another error."""
-    log = home / "last_step.log"
-    for death, code in ((killed_in_the_last_validation, -signal.SIGKILL), (no_death, 0)):
-        child = started(processes, arguments(home, "last_step"), log, death)
-        child.join()
-        if child.exitcode != code:
-            raise RuntimeError(log.read_text())
-    assert lines(home / "logs/last_step/gsm/seed0") == lines(straight)
-
-
-def killed_in_the_last_validation() -> None:
-    """In the last validation, of which nothing is written yet."""
-
-    def step(self: Any, *given: Any, whole: Callable[..., None] = LanguageModeling.validation_step) -> None:
-        if self.trainer.global_step == self.trainer.max_steps:
-            os.kill(os.getpid(), signal.SIGKILL)
-        whole(self, *given)
-
-    setattr(LanguageModeling, "validation_step", step)  # noqa: B010
 
 
 def test_a_run_may_do_without_loggers_and_callbacks(tmp_path: Path):

@@ -12,9 +12,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import tiny_text
+from short_runs import NO_PICTURES, typed
 
 from gsm.paths import ROOT
 
@@ -26,14 +28,33 @@ BEFORE = {
     "logs/default": ("logs/default/gsm/seed0", "python train.py"),
     "logs/needle": ("logs/needle/results.md", "python train.py experiment=needle"),
 }
+# Processes from nothing, a sample; the others are forked from a process that has its imports done.
+ALONE = (
+    "python train.py",
+    "python explore.py checkpoint=nano text_file=README.md",
+    "python train.py trainer=ddp trainer.devices=2",
+)
 SAID = {"ruler=true": "ruler.lengths", "tasks=paper": "tasks"}  # in the one sentence of what cannot run here
 LONG = ("size=1p5b", "benchmark=inference")  # takes a GPU, or half an hour
 SMALL = {
     **{"size=tiny": "size=pico", "max_steps=1000": "max_steps=2", "/path/to/texts": "texts"},
     **{"lengths=256:1024": "lengths=96:192", "ruler.lengths=160,256": "ruler.lengths=256"},
+    "seeds=3": "seeds=1",
 }
-FEWER = {"data=ruler": "data.context=256", "ruler.template=short": "ruler.examples=2", "lengths=96:192": "windows=2"}
-TRAIN = ("size=pico", "trainer.accelerator=cpu", "trainer.max_steps=2", "data.validation_sequences=2", "ngrams=false")
+FEWER = {
+    **{"data=ruler": "data.context=256", "ruler.template=short": "ruler.examples=2", "lengths=96:192": "windows=2"},
+    "experiment=needle": "arm=[shared_topk,stages_only]",
+    "experiment=ablate_indexer": "arm=[shared_topk]",
+}
+
+TRAIN = (
+    "size=pico",
+    "trainer.accelerator=cpu",
+    "trainer.max_steps=2",
+    "data.validation_sequences=2",
+    "ngrams=false",
+    NO_PICTURES,
+)
 FEW: dict[str, tuple[str, ...]] = {
     "train.py": (*TRAIN, "sample=false", "logs=logs"),
     "generate.py": ("max_new_tokens=4",),
@@ -56,7 +77,7 @@ def commands() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def walk(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], subprocess.CompletedProcess[str]]:
+def walk(tmp_path_factory: pytest.TempPathFactory, processes: Any) -> Callable[[str], subprocess.CompletedProcess[str]]:
     """Runs a command in a folder with a few texts, after those whose runs it reads."""
     folder = tmp_path_factory.mktemp("walk")
     (folder / "texts").mkdir()
@@ -67,38 +88,40 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], subprocess
         for place, (left, command) in BEFORE.items():
             if place in line and not (folder / left).exists():
                 assert run(command).returncode == 0, place
+        script, *words = shorter(line)
+        if script.endswith(".py") and line not in ALONE:
+            return typed(processes, folder, script, *words)
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        whole = [sys.executable, str(ROOT / script) if script.endswith(".py") else script, *words]
         return subprocess.run(
-            typed(line), cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
+            whole, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
         )
 
     return run
 
 
-def typed(line: str) -> list[str]:
-    """The words of a command, so that it is soon over."""
-    python, script, *words = shlex.split(line)
-    if not script.endswith(".py"):
-        return [sys.executable, script, *words]
-    if words and words[0].startswith("--"):
-        return [sys.executable, str(ROOT / script), *words]
+def shorter(line: str) -> list[str]:
+    """Return the words of a command after ``python``, with values that end it soon."""
+    _, script, *words = shlex.split(line)
+    if not script.endswith(".py") or (words and words[0].startswith("--")):
+        return [script, *words]
     for long, short in SMALL.items():
         words = [word.replace(long, short) for word in words]
     if any(word in LONG for word in words):
-        return [sys.executable, str(ROOT / script), *words, "--cfg", "job"]
+        return [script, *words, "--cfg", "job"]
     few = [word for word in FEW[script] if word.partition("=")[0] not in {own.partition("=")[0] for own in words}]
     experiment = next((word.partition("=")[2] for word in words if word.startswith("experiment=")), None)
-    few += [f"name={experiment}", "seeds=2"] if experiment else [] if "seeds=3" in words else []
+    few += [f"name={experiment}", "seeds=1"] if experiment else []
     few += [fewer for word, fewer in FEWER.items() if word in words]
     if script == "train.py" and not words:
-        few += ["arm=gsm"]  # the folder of the run without any of these
-    return [sys.executable, str(ROOT / script), *words, *few]
+        few = [word for word in few if word != NO_PICTURES] + ["arm=gsm"]  # the folder of the run without any of these
+    return [script, *words, *few]
 
 
 def of_the_night(line: str) -> list[pytest.MarkDecorator]:
     """Another variant in the command of the first: test_configs composes it, and test_three_ways computes with it."""
-    another = re.fullmatch(r"python train\.py '?model[./]?\w*=\S+( model/\S+)?", line) and "model=baseline" not in line
-    return [pytest.mark.nightly] if another else []
+    another = re.fullmatch(r"python train\.py '?(model|optimizer)[./]?\w*=\S+( model/\S+)?", line)
+    return [pytest.mark.nightly] if another and "model=baseline" not in line else []
 
 
 @pytest.mark.slow

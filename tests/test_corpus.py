@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -273,21 +271,6 @@ def test_a_tokenizer_file_that_was_cut_short_is_made_again(text: Path, tmp_path:
         file.write_bytes(damaged)
         assert find_or_train(Corpus(text), 300, tmp_path).digest == first.digest
         assert file.read_bytes() == sound
-
-
-def test_two_processes_may_fill_one_cache_at_once(text: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from gsm.data.corpus import Corpus; from gsm.data import tokens\n"
-        "corpus, folder = Corpus(sys.argv[1]), Path(sys.argv[2])\n"
-        "tokenizer = tokens.find_or_train(corpus, 300, folder)\n"
-        "print(tokens.find_or_encode(corpus, 'train', tokenizer, folder).open()[:].sum())"
-    )
-    command = [sys.executable, "-c", code, str(text), str(tmp_path)]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    sums = [process.communicate(timeout=60)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0]
-    assert sums[0] == sums[1] != ""
-    assert not list(tmp_path.glob(".*partial"))
 
 
 def test_a_file_whose_making_fails_leaves_nothing_behind_and_the_old_one_untouched(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from adversary.damage import same
-from short_runs import arguments, assemble, no_death, started
+from short_runs import arguments, assemble, composed_in, no_death, started
 from small import mostly_slow
 
 import gsm
@@ -36,7 +36,8 @@ def stopped(home: Path, processes: Any) -> Path:
 
 def going_on(home: Path, folder: Path) -> Callable[[], object]:
     """What the run's own command does before its first step."""
-    config = compose(arguments(home, "damage", "optimizer=adamw", "trainer.max_steps=6", f"folder={folder}"))
+    words = arguments(home, "damage", "optimizer=adamw", "trainer.max_steps=6", f"folder={folder}")
+    config = composed_in(folder)(words)
     return lambda: assemble(config, prepare(config))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from short_runs import arguments, scalars
+from short_runs import NO_PICTURES, arguments, scalars
 
 from gsm.config.compose import compose
 from gsm.training.callbacks.metrics_file import read_metrics
@@ -20,16 +20,13 @@ CURVES = ("train/loss", "val/loss", "val/bits_per_byte")
 Points = dict[str, dict[int, float]]
 
 
-def config(home: Path, name: str, *more: str) -> dict[str, Any]:
-    return compose(arguments(home, name, "callbacks.progress.every=100", *more))
-
-
 @pytest.fixture(scope="module")
 def logged(home: Path) -> Path:
     """A run of 9 steps."""
     for library in ("wandb", "mlflow", "matplotlib"):
         pytest.importorskip(library)
-    chosen = config(home, "logged", "logger=all", "trainer.max_steps=9")
+    words = arguments(home, "logged", "callbacks.progress.every=100", "logger=all", "trainer.max_steps=9")
+    chosen = compose([word for word in words if word != NO_PICTURES])
     train(chosen)
     importlib.import_module("wandb").teardown()  # as the end of a process does
     return Path(chosen["folder"])
@@ -87,7 +84,7 @@ def test_curves_and_hyperparameters_are_the_same_in_all_of_them(logged: Path):
 
 
 def test_csv_alone_leaves_one_file(home: Path):
-    chosen = config(home, "csv_alone", "logger=csv", "trainer.max_steps=4")
+    chosen = compose(arguments(home, "csv_alone", "logger=csv", "trainer.max_steps=4"))
     assert list(chosen["logger"]) == ["csv"]
     train(chosen)
     folder = Path(chosen["folder"])

@@ -24,6 +24,7 @@ import gsm.training.callbacks.checkpoints as files
 from gsm.files import PARTIAL
 from gsm.training import report
 from gsm.training.callbacks.interruption import SAME
+from gsm.training.module import LanguageModeling
 from gsm.training.resume import STATE
 
 KILLS = int(os.environ.get("GSM_TEST_KILLS", "5"))
@@ -62,6 +63,22 @@ def killed_in_a_validation(count: int) -> None:
     sent(signal.SIGKILL, "validation_step", count % 2 + 1)
 
 
+def killed_in_the_last_validation(count: int) -> None:
+    """Nothing of it is written yet."""
+
+    def step(self: Any, *given: Any, whole: Callable[..., None] = LanguageModeling.validation_step) -> None:
+        if self.trainer.global_step == self.trainer.max_steps:
+            os.kill(os.getpid(), signal.SIGKILL)
+        whole(self, *given)
+
+    setattr(LanguageModeling, "validation_step", step)  # noqa: B010
+
+
+def killed_once_it_is_finished() -> None:
+    """After the last word of the summary, before the process ends."""
+    report.conclusion = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+
+
 def killed_at_some_moment(count: int) -> None:
     """By the parent."""
 
@@ -78,10 +95,10 @@ DEATHS = [
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(home: Path, processes: Any, straight: Path):
+    """Once it is finished, it is left as it is: it was moved aside, and trained again from the first step."""
     chance, log = random.Random(int(os.environ.get("GSM_TEST_SEED", "0"))), home / "killed.log"
-    folder, kills = home / "logs/killed/gsm/seed0", 0
-    while kills < KILLS:
-        death = DEATHS[kills % len(DEATHS)]
+    folder, deaths = home / "logs/killed/gsm/seed0", [DEATHS[kill % len(DEATHS)] for kill in range(KILLS)]
+    for death in [*deaths, killed_in_the_last_validation]:
         injected = partial(death, chance.randint(2, 12))
         child = started(processes, arguments(home, "killed"), log, injected)
         if death is killed_at_some_moment:
@@ -92,32 +109,16 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(home: Pat
         if child.exitcode == 0:
             (folder / "summary.json").write_text('{"status": "running"}')  # too late: let it conclude once more
         assert child.exitcode in (0, -signal.SIGKILL), log.read_text()
-        kills += 1
-    child = started(processes, arguments(home, "killed"), log, no_death)
-    child.join()
-    assert child.exitcode == 0, log.read_text()
-    assert not list(folder.rglob("*.partial")), "what was half written has to be swept away"
-    assert_same_run(folder, straight)
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_once_it_is_finished_is_left_as_it_is(home: Path, processes: Any, straight: Path):
-    """It was moved aside, and trained again from the first step."""
-    log, folder = home / "late.log", home / "logs/late/gsm/seed0"
-    child = started(processes, arguments(home, "late"), log, killed_once_it_is_finished)
+    child = started(processes, arguments(home, "killed"), log, killed_once_it_is_finished)
     child.join()
     assert child.exitcode == -signal.SIGKILL, log.read_text()
     before = {file: file.stat().st_mtime_ns for file in folder.rglob("*") if file.name != ".lock"}
-    child = started(processes, arguments(home, "late"), log, no_death)
+    child = started(processes, arguments(home, "killed"), log, no_death)
     child.join()
     assert child.exitcode == 0 and "is finished already" in log.read_text()
     assert {file: file.stat().st_mtime_ns for file in folder.rglob("*") if file.name != ".lock"} == before
+    assert not list(folder.rglob("*.partial")), "what was half written has to be swept away"
     assert_same_run(folder, straight)
-
-
-def killed_once_it_is_finished() -> None:
-    """After the last word of the summary, before the process ends."""
-    report.conclusion = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -132,11 +133,11 @@ def test_signals_end_a_run_where_nothing_is_pending_and_the_same_call_goes_on(
         (signal.SIGINT, 130, ("validation_step", 1), 9),
         (signal.SIGUSR1, 138, ("training_step", 4), 12),
         (signal.SIGUSR2, 140, ("training_step", 6), 15),  # with a validation to follow
+        (signal.SIGHUP, 129, ("training_step", 4), 18),  # of a terminal that was closed
     ]
     for number, code, (method, count), step in signals:
         given = arguments(home, "signals", "callbacks.latest.minutes=10")
-        injected = partial(sent, number, method, count)
-        child = started(processes, given, log, injected)
+        child = started(processes, given, log, partial(signalled, number, method, count))
         child.join()
         said = log.read_text()
         assert child.exitcode == code, f"{number!r}: {said}"
@@ -152,17 +153,9 @@ def test_signals_end_a_run_where_nothing_is_pending_and_the_same_call_goes_on(
     assert_same_run(folder, straight)
 
 
-def test_a_hangup_saves_first(home: Path, processes: Any):
-    """A terminal that was closed killed the run."""
-    child = started(processes, arguments(home, "hangup"), home / "hangup.log", partial(hung_up, "training_step", 3))
-    child.join()
-    assert child.exitcode == 129, (home / "hangup.log").read_text()
-    assert "interrupted at step 3 of 30, and saved; to go on:" in (home / "hangup.log").read_text()
-
-
-def hung_up(method: str, count: int) -> None:
+def signalled(number: signal.Signals, method: str, count: int) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore it
-    sent(signal.SIGHUP, method, count)
+    sent(number, method, count)
 
 
 def signalled_twice() -> None:
