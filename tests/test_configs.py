@@ -134,8 +134,10 @@ REFUSED = {  # words of a command line, and parts of the one sentence that refus
     },
     **{f"model/{part}=null": [f"model/{part}=null is not"] for part in ("writer", "residual", "feed_forward")},
     **{f"~{key}": [f"{key} has no value, but gsm.", " needs one"] for key in ("model.geometry", "data.context")},
-    **{f"{key}={value}": [f"{key} is "] for key in ("name", "arm") for value in PLACES},
-    **{f"{key}={value}": [f"{key} is "] for key in ("logs", "folder") for value in ("''", "null", "/", "3", "[a]")},
+    **{f"name={value}": ["name is "] for value in PLACES},
+    **{f"arm={value}": ["arm is "] for value in PLACES[:2]},
+    **{f"logs={value}": ["logs is "] for value in ("''", "null", "/", "3", "[a]")},
+    "folder=/": ["folder is "],
 }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from short_runs import NO_PICTURES
 from small import build, random_tokens
 from test_train_cli import arguments
 
@@ -25,7 +26,7 @@ from gsm.paths import ROOT
 from gsm.span import document_positions
 from gsm.training.run import train
 
-QUICK = ("trainer.max_steps=2", "ngrams=false", "sample=false")
+QUICK = ("trainer.max_steps=2", "ngrams=false", "sample=false", NO_PICTURES)
 
 
 def batch_of(batch: int = 3, length: int = 20) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import small
 import torch
-from test_train_cli import arguments
+from test_train_cli import QUICK, arguments
 
 from gsm.config.check import ConfigError
 from gsm.config.command_line import whole_numbers
@@ -140,7 +140,7 @@ def test_lengths_are_read_as_a_list_or_a_range():
 
 
 def test_a_folder_of_runs_becomes_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    overrides = [*arguments(tmp_path), "trainer.max_steps=1", "ngrams=false", "sample=false", "model/residual=plain"]
+    overrides = [*arguments(tmp_path), *QUICK, "model/residual=plain"]
     for model, seed in (("gsm", 0), ("gsm", 1), ("baseline", 0)):
         train(compose([*overrides, f"model={model}", f"seed={seed}"]))
     folder = tmp_path / "logs/default"

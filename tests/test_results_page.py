@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ import pytest
 from test_compare import experiment, write_run
 from test_experiment import fake, place, toy
 
-from gsm import plots
 from gsm.experiments.compare import compare
 from gsm.experiments.execute import train_all
-from gsm.experiments.page import Report, _commands, _question
+from gsm.experiments.page import Report
 
 __all__ = ["experiment", "fake"]  # fixtures
 
@@ -121,18 +119,6 @@ def test_damaged_files_leave_out_what_they_would_have_said(experiment: Path, dam
     assert "0.9000" in Page(experiment / "comparison.html").text
 
 
-def test_the_page_says_what_is_missing(experiment: Path):
-    write_run(experiment, "paper", 3, 0.0, status="failed", steps=4, reason="FloatingPointError: the loss is nan")
-    write_run(experiment, "paper", 4, 0.0, status="running", steps=2)
-    compare(str(experiment))
-    text = Page(experiment / "comparison.html").text
-    assert "6 of 8 runs finished" in text
-    assert "paper/seed3 failed at step 4: FloatingPointError: the loss is nan" in text
-    assert "paper/seed4 running, or killed, at step 10" in text
-    assert "Not known: the first run has no .hydra/config.yaml" in text
-    assert "These runs were not started by one command" in text
-
-
 def test_an_arm_without_a_run_is_named(tmp_path: Path, fake: list[str], capsys: pytest.CaptureFixture[str]):
     train_all(toy(tmp_path, "arm=mhc", "seeds=1", script=fake))
     page = place(tmp_path, "results.html")
@@ -160,15 +146,6 @@ def test_it_says_what_was_asked_what_differs_and_how_to_do_it_again(experiment: 
     assert "python train.py experiment=recall arm=paper 'model.stages=[1, 2]'" in text
     assert "trained for 6:00, all runs together" in text
     assert "commit c1 paper/seed1, control/seed1" in text
-
-
-def test_commands_name_the_folders_of_yamls_that_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    hydra(tmp_path, ["experiment=mine"])
-    monkeypatch.setenv("GSM_CONFIGS", str(tmp_path))
-    assert _commands(tmp_path) == [f"python train.py --config-dir {tmp_path} experiment=mine"]
-    folders = f"{tmp_path}:{tmp_path / '.hydra'}"
-    monkeypatch.setenv("GSM_CONFIGS", folders)
-    assert _commands(tmp_path) == [f"GSM_CONFIGS={folders} python train.py experiment=mine"], "a flag is for one"
 
 
 def test_a_page_that_cannot_be_made_costs_only_itself(experiment: Path, monkeypatch: pytest.MonkeyPatch):
@@ -201,11 +178,6 @@ def test_what_evaluations_concluded_is_there(experiment: Path):
     assert "data:image/png;base64,iVBORyBvZiBhIGN1cnZl" in page.source
 
 
-def test_the_question_of_a_finished_experiment_does_not_say_how_long_it_takes():
-    assert _question("ablate_indexer").startswith("Should") or _question("ablate_indexer").endswith("?")
-    assert "minutes" not in _question("ablate_indexer") + _question("state_tracking")
-
-
 def test_pictures_are_drawn_in_the_page_once_for_light_and_dark(experiment: Path):
     pytest.importorskip("matplotlib")
     compare(str(experiment), columns="accuracy,val_loss")
@@ -223,25 +195,3 @@ def test_pictures_are_drawn_in_the_page_once_for_light_and_dark(experiment: Path
         if name == "href" and value and value[0] == "#"
     }
     assert named <= {*ids}
-
-
-def test_without_matplotlib_the_page_says_what_draws(experiment: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    compare(str(experiment))
-    page = Page(experiment / "comparison.html")
-    assert plots.REMEDY in page.text
-    assert "svg" not in {tag for tag, _ in page.elements}
-
-
-def test_three_arms_of_three_seeds_and_long_curves_take_less_than_a_megabyte(tmp_path: Path):
-    pytest.importorskip("matplotlib")
-    for arm in ("a", "b", "c"):
-        for seed in range(3):
-            run = write_run(tmp_path / "long", arm, seed, 0.5)
-            hydra(run, ["a=1"] * 20, "key: value\n" * 300)
-            lines = [
-                f"{10 * n},{name},{(n * 37 % 101) / 50}\n" for n in range(2000) for name in ("val/loss", "train/loss")
-            ]
-            (run / "metrics.csv").write_text("".join(["step,name,value\n", *lines]))
-    compare(str(tmp_path / "long"), columns="accuracy,val_loss,steps,tokens")
-    assert (tmp_path / "long/comparison.html").stat().st_size < 1e6

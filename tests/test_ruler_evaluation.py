@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from short_runs import TINY
+from short_runs import NO_PICTURES, TINY
 
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
@@ -186,6 +186,7 @@ def test_means_are_the_papers():
 RULER = ("ruler.tasks=niah_single_2", "ruler.examples=2")
 ADAPTED = [
     *TINY[: TINY.index("data=folder")],
+    NO_PICTURES,
     *"size.context=300 data=ruler data.tokenizer=bytes data.template=short data.words=2 data.new_tokens=6".split(),
     *"data.lengths=[240] data.tasks=[niah_single_1,niah_single_2] data.batch_size=2".split(),
     *"data.validation_sequences=2 trainer=cpu trainer.max_steps=2".split(),

@@ -106,7 +106,6 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Expe
     monkeypatch.setattr(InThisProcess, "compose", staticmethod(composed_in(tmp_path)))
     (tmp_path / "text").mkdir()
     places = [f"data.path={tiny_text.write(tmp_path / 'text')}", f"data.cache_dir={tmp_path / 'cache'}"]
-    places += ["callbacks.pictures=null"]
 
     def make(*words: str) -> Experiment:
         of_model = [] if any(word.startswith("arms=") for word in words) else [BY_MODEL]

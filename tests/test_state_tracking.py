@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from short_runs import TINY
+from short_runs import NO_PICTURES, TINY
 from small import SHALLOW, build
 
 from gsm.config.compose import compose
@@ -181,6 +181,7 @@ def test_a_direct_answer_is_the_models_own_of_the_whole_word():
 def test_a_run_learns_parity_and_says_how_well_it_knows_it_at_each_length(tmp_path):
     small = [
         *TINY[: TINY.index("data=folder")],
+        NO_PICTURES,
         "data=state_tracking",
         "trainer=cpu",
         "model=sliding_window",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.utilities import rank_zero_only
-from short_runs import BY_MODEL, BYTES, SIZES, typed
+from short_runs import BY_MODEL, BYTES, NO_PICTURES, SIZES, typed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import gsm
@@ -26,6 +26,7 @@ from gsm.training.report import BOARD
 from gsm.training.run import train
 
 TINY = [*SIZES, *BYTES, "data.batch_size=2", "data.validation_sequences=3"]
+QUICK = ("trainer.max_steps=1", "ngrams=false", "sample=false", NO_PICTURES)
 
 
 def arguments(folder: Path) -> list[str]:
@@ -223,7 +224,7 @@ def test_a_model_says_why_it_refuses_its_values():
 def test_a_second_run_keeps_the_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    config = compose([*arguments(tmp_path), "trainer.max_steps=1", "ngrams=false", "sample=false"])
+    config = compose([*arguments(tmp_path), *QUICK])
     first = train(config)
     with monkeypatch.context() as patch:
         patch.setattr("gsm.training.run.build_model", lambda _: pytest.fail("weights are drawn for a finished run"))
@@ -238,7 +239,7 @@ def test_a_run_is_in_its_place_again_where_lightning_refuses_the_next_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """A callback without a logger is refused only in `trainer.fit`, when the finished run had made room."""
-    words = [*arguments(tmp_path), "trainer.max_steps=1", "ngrams=false", "sample=false"]
+    words = [*arguments(tmp_path), *QUICK]
     first = train(compose(words))
     monitor = "+callbacks.x._target_=lightning.pytorch.callbacks.LearningRateMonitor"
     with pytest.raises(ConfigError, match="Cannot use `LearningRateMonitor` callback"):
@@ -252,15 +253,13 @@ def test_a_rank_that_is_left_in_the_environment_changes_nothing(tmp_path: Path, 
     """Lightning took it for the rank of this process, which wrote no metrics."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(rank_zero_only, "rank", 1)  # as Lightning's import sets it
-    config = compose([*arguments(tmp_path), "trainer.max_steps=1", "ngrams=false", "sample=false"])
+    config = compose([*arguments(tmp_path), *QUICK])
     train(config)
     assert (Path(config["folder"]) / "metrics.csv").is_file()
 
 
 def test_a_run_that_was_cut_off_after_its_last_step_is_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    config = compose(
-        [*arguments(tmp_path), "trainer.max_steps=4", "ngrams=false", "sample=false", "callbacks.latest.minutes=1e-9"]
-    )
+    config = compose([*arguments(tmp_path), *QUICK, "trainer.max_steps=4", "callbacks.latest.minutes=1e-9"])
     straight = train(config)
     folder = Path(config["folder"])
     (folder / "summary.json").write_text('{"status": "interrupted"}')
@@ -283,7 +282,7 @@ def test_a_sweep_without_a_finished_run_has_nothing_to_compare(tmp_path: Path, p
 def test_variants_stand_side_by_side(tmp_path: Path, processes: Any):
     """Both jobs went to logs/default/gsm/seed0, and the first was moved away as replaced."""
     given = [word for word in arguments(tmp_path) if word != BY_MODEL]
-    given += ["trainer.max_steps=1", "ngrams=false", "sample=false"]
+    given += [*QUICK]
     for words in (["-m", "model/writer=additive,gated", "seed=0,1"], ["model/writer=gated", "callbacks.progress=null"]):
         done = typed(processes, tmp_path, "train.py", *words, *given)
         assert done.returncode == 0, done.stdout + done.stderr

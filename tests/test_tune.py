@@ -128,7 +128,6 @@ def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Exper
     monkeypatch.setattr(Pretends, "compose", staticmethod(composed_in(tmp_path)))
     (tmp_path / "text").mkdir()
     places = [f"data.path={tiny_text.write(tmp_path / 'text')}", f"data.cache_dir={tmp_path / 'cache'}"]
-    places += ["callbacks.pictures=null"]
 
     def make(*given: str) -> Experiment:
         overrides = [*TINY, *places, f"logs={tmp_path / 'logs'}", "name=toy", *given]
