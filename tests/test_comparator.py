@@ -234,6 +234,15 @@ def test_matching_takes_the_first_heads_whose_rank_fits():
     assert "more than the baseline" in difference_note(tiny.difference, make(1, 3))
 
 
+def test_mixers_without_a_low_rank_query_are_matched_by_their_heads():
+    """The difference of two ranks is then zero, and was divided by."""
+
+    def make(heads, rank):
+        return plain(["all"], heads=heads, query_rank=3, feed_forward=BARE["feed_forward"])
+
+    assert match(GEOMETRY, [4, 2, 1], make, lambda: make(2, 3)) == (2, GEOMETRY.query_rank, 0)
+
+
 def test_heads_that_the_caller_s_key_heads_do_not_divide_are_passed_over():
     three = partial(Attention, key_value_heads=3)
     model = DecoderOnly(GEOMETRY, mixers={"all": three}, layers=["all"], residual=Plain)

@@ -91,9 +91,9 @@ def match(
 
     Parameters are linear in the rank, so two models on the meta device determine it. The rank must be at least half of
     the geometry's, so that queries are not poorer than the baseline's, and at most heads x entry_dim, because a higher
-    rank adds nothing. If no number of heads allows an exact match, the closest one is returned. A number is skipped
-    if a smaller one had too many parameters or a larger one too few, or if the caller's key and value heads do not
-    divide it.
+    rank adds nothing. Mixers without a query of this rank have the same parameters at every rank: only heads match
+    them. If no number of heads allows an exact match, the closest one is returned. A number is skipped if a smaller
+    one had too many parameters or a larger one too few, or if the caller's key and value heads do not divide it.
 
     Args:
         geometry: widths and depths.
@@ -114,6 +114,9 @@ def match(
                 first, second = (_parameters(make(heads, rank)) for rank in (1, 2))
             except UnfitHeads as error:
                 unfit = unfit or error
+                continue
+            if first == second:  # no mixer has a query of this rank
+                matches.append(Match(heads, geometry.query_rank, first - goal))
                 continue
             exact = 1 + round((goal - first) / (second - first))
             lowest, highest = -(-geometry.query_rank // 2), heads * geometry.entry_dim
