@@ -1,4 +1,4 @@
-"""Measures how fast things are: `python benchmark.py benchmark=kernels`, `python benchmark.py --help`."""
+"""Measure how fast things are: `python benchmark.py benchmark=kernels`, `python benchmark.py --help`."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Puts the runs of one experiment or several side by side: `python compare.py logs/ablate_residual`."""
+"""Put the runs of one experiment or several side by side: `python compare.py logs/ablate_residual`."""
 
 from gsm.paths import hide_root
 

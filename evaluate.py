@@ -1,4 +1,4 @@
-"""Scores trained checkpoints: `python evaluate.py checkpoint=logs/default`, `python evaluate.py --help`."""
+"""Score trained checkpoints: `python evaluate.py checkpoint=logs/default`, `python evaluate.py --help`."""
 
 from gsm.paths import hide_root
 

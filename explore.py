@@ -1,4 +1,4 @@
-"""Shows what a trained model does at every token of a text: `python explore.py checkpoint=logs/default text="def "`."""
+"""Show what a trained model does at every token of a text: `python explore.py checkpoint=logs/default text="def "`."""
 
 from gsm.paths import hide_root
 

@@ -1,4 +1,4 @@
-"""Trains a model, or all those of an experiment: `python train.py`, `python train.py model=baseline size=tiny`,
+"""Train a model, or all those of an experiment: `python train.py`, `python train.py model=baseline size=tiny`,
 `python train.py experiment=ablate_residual`, `python train.py --help`.
 """
 

@@ -117,7 +117,7 @@ def test_the_bootstrap_finds_the_interval_that_drawing_questions_finds():
     found = over_questions({"a": first.tolist()}, {"a": second.tolist()})
     index = torch.randint(200, (10_000, 200), generator=drawn)
     low, high = (second - first)[index].mean(1).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    assert found.difference == pytest.approx(float((second - first).mean())) and found.samples == 200
+    assert found.difference == pytest.approx(float((second - first).mean()))
     assert found.low == pytest.approx(low, abs=0.006) and found.high == pytest.approx(high, abs=0.006)
     same = over_questions({"a": first.tolist()}, {"a": first.tolist()})
     assert (same.difference, same.low, same.high) == (0.0, 0.0, 0.0)

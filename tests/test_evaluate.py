@@ -144,7 +144,9 @@ def test_tokens_that_complete_a_bigram_of_the_document_have_a_loss_of_their_own(
         assert parts[name]["targets"] == int(wanted_BT.sum()) > 0
         assert math.isclose(parts[name]["loss"], float(loss_BT[wanted_BT].mean()), rel_tol=1e-12)
     assert HeldOut.metrics({"text": text})["bigram/seen"] == parts["seen"]["loss"]
-    assert "seen before" in script.one({"text": text}) and "bigram/seen" not in HeldOut.metrics({"text": {"loss": 1.0}})
+    assert "seen before" in script.report({"text": text}) and "bigram/seen" not in HeldOut.metrics(
+        {"text": {"loss": 1.0}}
+    )
 
 
 def test_bits_per_byte_count_the_bytes_of_the_targets():
@@ -181,7 +183,7 @@ def test_one_sequence_has_no_error_and_the_mode_of_the_model_stays():
     found = measure(model, each(batch_of(1)))
     assert found["loss_error"] is None and all(bucket["error"] is None for bucket in found["by_position"])
     assert model.training
-    assert "+-" not in script.one({"text": found}).splitlines()[0]
+    assert "+-" not in script.report({"text": found}).splitlines()[0]
     json.dumps(found, allow_nan=False)
 
 

@@ -12,7 +12,6 @@ import pytest
 from gsm.evaluation import results as kept
 from gsm.evaluation.results import Results, by_arm, difference, side_by_side
 from gsm.intervals import over_seeds
-from gsm.tables import transposed
 
 
 def squares(numbers: range, path: Path, progress: Any = kept.silent, **settings: Any) -> tuple[Results, list[int]]:
@@ -87,7 +86,7 @@ def test_arms_are_put_side_by_side_over_their_seeds():
     assert [len(seeds) for seeds in arms.values()] == [3, 1], "a second run of a seed counts too"
     grid = side_by_side("x", arms, {"n": "N", "m": "M"}, lambda run, name: run.get(name), ["theirs"], {"n": [9]})
     assert grid == [["x", "a", "b", "theirs"], ["N", "2.00 +- 1.00", "4.00", "9.00"], ["M", "-", "-", "-"]]
-    assert transposed(grid)[1] == ["a", "2.00 +- 1.00", "-"] and over_seeds([None, 1.25]).text(1) == "1.2"
+    assert over_seeds([None, 1.25]).text(1) == "1.2"
     assert list(by_arm([runs[0], {**runs[1], "experiment": "f"}])) == ["e/a", "f/b"]
     scores = lambda results: {"task": [float(result["n"]) for result in results]}  # noqa: E731
     assert difference(arms["a"], arms["b"], scores) == "+300.00 [+300.00, +300.00]", "the seed that both have"

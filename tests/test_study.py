@@ -15,7 +15,7 @@ from gsm.config.check import ConfigError
 from gsm.experiments import tune as tuning
 from gsm.experiments.execute import train_all
 from gsm.experiments.runs import Experiment, Run
-from gsm.experiments.tune import STARTUP, Choice, Study, Tune, Tuning, Values, read_tune, search
+from gsm.experiments.tune import STARTUP, Choice, Study, Tune, Tuning, Values, next_or_best, read_tune
 
 optuna = pytest.importorskip("optuna", reason="needs the extra tune")
 
@@ -49,7 +49,7 @@ def searched(
 
     while True:
         study = Study(place / "optuna.jsonl", space, tune, "same") if reopen else study
-        missing, choice = search(study, found)
+        missing, choice = next_or_best(study, found)
         if choice:
             return rounds, choice
         rounds.append(missing)
@@ -181,7 +181,7 @@ def test_another_configuration_has_another_study(made: Callable[..., Experiment]
         ({RATE: {"low": 0, "high": 1, "log": True}}, "tune.optimizer.learning_rate=.*log"),
         ({RATE: {"low": 1, "high": 2, "log": 3}}, "log is true or false"),
         ({RATE: 3}, "a list of different values .* or a range {low: 1e-3"),
-        ({"seed": {"low": 0, "high": 9}}, "tune sets seed"),
+        ({"seed": {"low": 0, "high": 9}}, "tune: seed=0 is not allowed"),
         ({}, "no key to try values of"),
     ],
 )

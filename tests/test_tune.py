@@ -28,7 +28,7 @@ from gsm.experiments import runs as planned
 from gsm.experiments.compare import compare
 from gsm.experiments.execute import expand, train_all
 from gsm.experiments.runs import Experiment, Run
-from gsm.experiments.tune import Choice, Grid, Tuning, read_tune, search
+from gsm.experiments.tune import Choice, Grid, Tuning, next_or_best, read_tune
 from gsm.files import write_json
 from gsm.training.folder import identity
 from gsm.training.run import train
@@ -41,13 +41,13 @@ BEST = {"low": 1e-3, "high": 2e-3}  # so that the first stands at an edge
 
 def test_a_grid_tries_every_combination_and_marks_a_best_value_at_its_edge():
     grid = Grid({"a": [1.0, 2.0, 4.0], "b": ["x", "y"]})
-    missing, choice = search(grid, lambda _: None)
+    missing, choice = next_or_best(grid, lambda _: None)
     assert choice is None and len(missing) == 6 and missing[1] == {"a": 1.0, "b": "y"}
-    choice = search(grid, lambda values: values["a"] + (values["b"] == "x"))[1]
+    choice = next_or_best(grid, lambda values: values["a"] + (values["b"] == "x"))[1]
     assert choice and choice.values == {"a": 1.0, "b": "y"} and choice.texts() == {"a": "1.0 (edge)", "b": "y"}
-    choice = search(grid, lambda values: abs(values["a"] - 2))[1]
+    choice = next_or_best(grid, lambda values: abs(values["a"] - 2))[1]
     assert choice and choice.texts() == {"a": "2.0", "b": "x"}, "the first of equal ones"
-    choice = search(Grid({"a": [4.0, 8.0]}), lambda _: math.inf)[1]
+    choice = next_or_best(Grid({"a": [4.0, 8.0]}), lambda _: math.inf)[1]
     assert choice and not choice.finite
 
 
@@ -348,13 +348,13 @@ RANGED = {RATE: {"low": 1e-3, "high": 1e-2}}
         (RANGED, "tune.optimizer.learning_rate.low=0.001 .* tune.tuner=optuna for a range"),
         ({RATE: [1, 2], "attempts": 6}, "tune.attempts=6 .* a list"),
         ({RATE: [1, 2], "grow": 1}, "tune.grow=1 is not allowed"),
-        ({"seed": [1, 2]}, "tune sets seed"),
-        ({"data.held_out": ["tuning"]}, "tune sets data.held_out"),
+        ({"seed": [1, 2]}, "tune: seed=1 is not allowed"),
+        ({"data.held_out": ["tuning"]}, "tune: data.held_out=.* is not allowed"),
         ({"optimizer": [{"learning_rate": 1}]}, "tune.optimizer has a mapping"),
         ({RATE: [1, 2], "by": "cache_bytes"}, "tune.by=cache_bytes .* no better direction"),
         ({RATE: [1, 2], "by": {"accuracy": "best"}}, "tune.by={'accuracy': 'best'}"),
         ({RATE: [1, 2], "by": {"ppl/loss": "lowest"}}, "tune.by=ppl/loss .* evaluations measure"),
-        ({RATE: [1, 2], "seeds": []}, r"seeds is \[\]"),
+        ({RATE: [1, 2], "seeds": []}, r"seeds=\[\] is not allowed"),
         ({RATE: [1, 2], "run": "extnd"}, "unknown run 'extnd'; did you mean extend"),
         ({RATE: [1, 2], "tuner": "optna"}, "unknown tuner 'optna'; did you mean optuna"),
     ],

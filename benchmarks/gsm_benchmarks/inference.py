@@ -29,6 +29,7 @@ from gsm.costs.room import GUESS, Room, available_bytes
 from gsm.data.module import TextData
 from gsm.engine import Engine
 from gsm.models.base import LanguageModel
+from gsm.tables import length_text
 from gsm_kernels import explain
 
 from . import machine, models, results, timing
@@ -36,7 +37,7 @@ from .machine import watching
 from .models import Entry, Model, one_size
 from .models import read as read_models
 from .pictures import panels
-from .results import Asked, Row, mark, rate, read, short, table
+from .results import Asked, Row, mark, rate, read, table
 from .timing import Moment, now, rotated, spread
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class Case:
     def name(self, protocol: Protocol) -> str:
         """Return the name of its row."""
         at_once = f"{protocol.batch} x " if protocol.batch > 1 else ""
-        return f"{self.model} {protocol.size}, {at_once}{short(self.tokens)}"
+        return f"{self.model} {protocol.size}, {at_once}{length_text(self.tokens)}"
 
 
 def run(
@@ -452,7 +453,7 @@ def against(rows: Sequence[Row]) -> str:
         apart = "" if ours["turn"] == row["turn"] else " (not in turns)"
         cache_ratio = f"{ours['cache']['bytes'] / row['cache']['bytes']:.3f}" if "cache" in row else ""
         speeds = *_faster(ours, row, "prefill", "flops"), *_faster(ours, row, "decode", "bytes")
-        cells.append((f"{row['model']}{apart}", short(row["tokens"]), *speeds, cache_ratio))
+        cells.append((f"{row['model']}{apart}", length_text(row["tokens"]), *speeds, cache_ratio))
     return table((f"{leader} {AGAINST[0]}", *AGAINST[1:]), cells) if cells else ""
 
 

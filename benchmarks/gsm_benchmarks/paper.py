@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gsm.files import write_json
+from gsm.tables import length_text
 
 from . import inference, machine, models, results, training
 from .inference import find, speed_up
 from .models import Entry, one_size
 from .models import read as read_models
-from .results import Asked, Row, mark, read, short, table, usual_path
+from .results import Asked, Row, mark, read, table, usual_path
 
 SIZE = "1p5b"  # the only size that the paper has timed
 # The table of training efficiency (section 4.3), and its protocol (appendix A.3). The paper does not say which
@@ -116,7 +117,7 @@ def _requests(file: Path, size: str, lengths: Sequence[int], text: str) -> Itera
             ours, other = pair["gsm"], pair["baseline"]
             processor = speed_up(ours, other, part, "processor_ms") if ours and other and part != "cache" else None
             paper = {"ratio": INFERENCE["gsm / baseline"][part]} if size == SIZE else None
-            yield _quantity(words.format(f"{short(tokens)} tokens"), values, processor, paper)
+            yield _quantity(words.format(f"{length_text(tokens)} tokens"), values, processor, paper)
 
 
 def _current(file: Path) -> list[Row]:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gsm import plots
-
-from .results import short
+from gsm.tables import length_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,7 +61,7 @@ def _scale(axes: Axes, ticks: list[int]) -> None:
     axes.set(xscale="log", yscale="log")
     axes.xaxis.set_major_locator(FixedLocator(ticks[:: -(-len(ticks) // 5)]))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: short(round(tokens))))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: length_text(round(tokens))))
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())

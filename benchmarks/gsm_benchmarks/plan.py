@@ -33,6 +33,7 @@ from gsm.costs.model import Cost
 from gsm.models.base import LanguageModel
 from gsm.models.geometry import Geometry
 from gsm.models.stack import Stack
+from gsm.tables import length_text
 from gsm_kernels import using
 from gsm_kernels.device import triton_version
 from gsm_kernels.launch import launching
@@ -40,7 +41,7 @@ from gsm_kernels.linear_cross_entropy.triton import chunk_rows
 
 from . import machine, models, paper
 from .models import Model, known_cost
-from .results import FOLDER, short, table
+from .results import FOLDER, table
 
 GIB = 2**30
 GSM = Model("gsm", "gsm")
@@ -368,7 +369,7 @@ def _long_cells(
     for size, tokens, count in itertools.product(sizes, contexts, gpus):
         setting = _least(Setting(GSM, size, count, "fsdp2", True, 1, tokens, 2), assumed)
         divided = str(setting.divided) if fits(setting, assumed) else "does not fit"
-        cells.append((size, short(tokens), str(count), divided, f"{memory(setting, assumed)['total'] / GIB:.1f}"))
+        cells.append((size, length_text(tokens), str(count), divided, f"{memory(setting, assumed)['total'] / GIB:.1f}"))
     return cells
 
 

@@ -204,11 +204,3 @@ def rate(number: float, unit: str) -> str:
 def quartiles(spread: Mapping[str, float]) -> str:
     """Return a median with its quartiles."""
     return f"{spread['median']:.4g} ({spread['low']:.4g} to {spread['high']:.4g})"
-
-
-def short(tokens: int) -> str:
-    """Return 256, 4K, 256K, 1M."""
-    for size, letter in ((1 << 20, "M"), (1 << 10, "K")):
-        if tokens >= size and tokens % size == 0:
-            return f"{tokens // size}{letter}"
-    return str(tokens)

@@ -119,14 +119,14 @@ class Ceilings(NamedTuple):
         return 1e3 * max(flops / self.flops, moved / self.bytes)
 
 
-def ceilings(device: torch.device, size: int | None = None, copied: int | None = None) -> Ceilings:
-    """Measure a product of two matrices of size x size and a copy of these bytes; left out, 8192 and 1 GiB on a GPU,
-    less on a CPU. Data-sheet rates are never reached.
+def ceilings(device: torch.device) -> Ceilings:
+    """Measure a product of two matrices of 8192 x 8192 and a copy of 1 GiB; smaller ones on a CPU. Data-sheet rates are
+    never reached.
 
     Matrices are random: on zeros a GPU draws less power and runs faster than it ever does on data.
     """
     gpu = device.type == "cuda"
-    size, copied = size or (8192 if gpu else 1024), copied or (1 << 30 if gpu else 1 << 27)
+    size, copied = (8192, 1 << 30) if gpu else (1024, 1 << 27)
     dtype = torch.bfloat16 if gpu else torch.float32
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     product = torch.empty_like(left)

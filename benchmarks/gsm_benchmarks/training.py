@@ -188,10 +188,10 @@ def _show(path: Path) -> Path:
 def _cells(name: str, row: Row, baseline: Row | None) -> tuple[str, ...]:
     if row.get("failed"):
         return name, f"failed: {row['failed']}"
-    speed, share = row["tokens_per_second"], lambda value: f"{value:.1%}" if value is not None else "not known"
+    speed = row["tokens_per_second"]
     ratio = f"{speed / baseline['tokens_per_second']:.3f}" if baseline else ""
     peak = f"{row['peak_gib']:.1f}" if row["peak_gib"] else "not known"
-    shares = share(row["mfu"]), share(row["share_of_product"])
+    shares = ["not known" if row[key] is None else f"{row[key]:.1%}" for key in ("mfu", "share_of_product")]
     return name, f"{speed:,.0f}", ratio, quartiles(row["ms"]), peak, f"{row['flops'] / 1e12:.3g}", *shares
 
 

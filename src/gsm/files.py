@@ -108,21 +108,17 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     return open(path, "rb", opener=regular)
 
 
-def read_text(path: str | os.PathLike[str], most: int = LARGEST) -> str:
+def read_text(path: str | os.PathLike[str]) -> str:
     """Read a regular file of UTF-8 as text, without a byte order mark.
 
-    Args:
-        path: the file.
-        most: largest allowed size in bytes.
-
     Raises:
-        OSError: it cannot be read, is not a regular file, or is larger than ``most``.
+        OSError: it cannot be read, is not a regular file, or is larger than `LARGEST`.
         UnicodeDecodeError: it is not UTF-8.
     """
     with open_regular(path) as file:
-        raw = file.read(most + 1)
-    if len(raw) > most:
-        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
+        raw = file.read(LARGEST + 1)
+    if len(raw) > LARGEST:
+        raise OSError(errno.EFBIG, f"it has more than {LARGEST:,} bytes", str(path))
     return raw.decode("utf-8-sig")
 
 
@@ -235,10 +231,10 @@ def verify_archive(file: BinaryIO | str | os.PathLike[str], tensors: bool = True
         raise Damaged(str(error) or type(error).__name__) from error
 
 
-def sweep(*folders: Path, name: str = "*") -> None:
-    """Remove temporary files that killed processes left in these folders, of all files or of the file ``name``."""
+def sweep(*folders: Path) -> None:
+    """Remove temporary files that killed processes left in these folders."""
     for folder in folders:
-        for partial in folder.glob(PARTIAL.format(name if name == "*" else f"{name}.*")):
+        for partial in folder.glob(PARTIAL.format("*")):
             partial.unlink(missing_ok=True)
 
 

@@ -20,6 +20,7 @@ from gsm.tables import number_text
 QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 MIDDLE = (0.025, 0.975)  # quantiles of the draws between which the interval lies
 DRAWS = 10_000
+SEED = 0  # of the draws
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,11 @@ class Interval:
     Attributes:
         difference: mean over the questions of each task, then over the tasks.
         low, high: the middle 95 % of the draws lies between them.
-        samples: questions of all tasks.
     """
 
     difference: float
     low: float
     high: float
-    samples: int
 
     def text(self, digits: int = 2, scale: float = 100.0) -> str:
         """Return ``+1.20 [-0.40, +2.80]``: by default in percent."""
@@ -104,9 +103,7 @@ class Interval:
         return f"{middle} [{low}, {high}]"
 
 
-def over_questions(
-    first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[float]], *, seed: int = 0
-) -> Interval:
+def over_questions(first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[float]]) -> Interval:
     """Return the difference between two models on the same questions, with its bootstrap interval.
 
     Every task's questions are drawn again, with replacement; the tasks stay. A mean depends only on how often each
@@ -114,7 +111,6 @@ def over_questions(
 
     Args:
         first, second: the scores of each task's questions, in the same order.
-        seed: of the draws.
 
     Raises:
         ValueError: the two do not have the same tasks with equal numbers of questions, or there are none.
@@ -122,7 +118,7 @@ def over_questions(
     counts = [{task: len(scores) for task, scores in model.items()} for model in (first, second)]
     if counts[0] != counts[1] or not all(counts[0].values()) or not counts[0]:
         raise ValueError(f"the models' questions are not the same: {counts[0]} and {counts[1]} by task")
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(SEED)
     mean, drawn = 0.0, np.zeros(DRAWS)
     for task, scores in first.items():
         apart = np.asarray(second[task], dtype=np.float64) - np.asarray(scores, dtype=np.float64)
@@ -130,22 +126,21 @@ def over_questions(
         mean += apart.mean() / len(first)
         drawn += generator.multinomial(len(apart), times / len(apart), size=DRAWS) @ values / len(apart) / len(first)
     low, high = np.quantile(drawn, MIDDLE)
-    return Interval(float(mean), float(low), float(high), sum(counts[0].values()))
+    return Interval(float(mean), float(low), float(high))
 
 
-def over_windows(sums: Sequence[float], weights: Sequence[float], *, seed: int = 0) -> tuple[float, float]:
+def over_windows(sums: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % bootstrap interval of sum(sums) / sum(weights), when units with both are drawn again.
 
     Args:
         sums, weights: of every unit: the loss of a window of text, and its number of targets.
-        seed: of the draws.
 
     Raises:
         ValueError: there are no units, or another number of weights.
     """
     if not sums or len(sums) != len(weights):
         raise ValueError(f"there are {len(sums)} sums and {len(weights)} weights: give one of each for every unit")
-    times = np.random.default_rng(seed).multinomial(len(sums), [1 / len(sums)] * len(sums), size=DRAWS)
+    times = np.random.default_rng(SEED).multinomial(len(sums), [1 / len(sums)] * len(sums), size=DRAWS)
     drawn = (times @ np.asarray(sums, dtype=np.float64)) / (times @ np.asarray(weights, dtype=np.float64))
     low, high = np.quantile(drawn, MIDDLE)
     return float(low), float(high)

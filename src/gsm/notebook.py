@@ -19,10 +19,8 @@ from gsm.config.load import build_model, instantiate, load_model, load_tokenizer
 from gsm.costs.model import Cost, cost
 from gsm.data.cache import cache_folder, locked
 from gsm.data.synthetic import SyntheticData
-from gsm.experiments.compare import CONTENTS
 from gsm.experiments.runs import Experiment
 from gsm.experiments.table import RunSummary, read_runs
-from gsm.files import read_json
 from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
 from gsm.observe import Recording
@@ -88,9 +86,7 @@ def finished_runs(folder: str | Path | None = None) -> list[RunSummary]:
         )
         folders = [file.parents[2] for file in summaries if any(run.finished for run in read_runs(file.parents[2]))]
         folder = folders[-1] if folders else paths.TRAINED / "needle"
-    arms = list((read_json(Path(folder) / CONTENTS) or {}).get("arms", ()))
-    runs = [run for run in read_runs(folder) if run.finished]
-    return sorted(runs, key=lambda run: arms.index(run.arm) if run.arm in arms else len(arms))
+    return [run for run in read_runs(folder) if run.finished]
 
 
 def save(figure: Figure, name: str) -> list[Path]:

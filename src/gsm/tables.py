@@ -53,9 +53,12 @@ def filled(sentences: Iterable[str], width: int = WIDTH) -> str:
     return "\n".join(line for some in lines for line in some)
 
 
-def transposed(grid: Grid) -> Grid:
-    """Return columns as rows."""
-    return [list(column) for column in zip(*grid, strict=True)]
+def length_text(tokens: int) -> str:
+    """Return a number of tokens as 256, 4K, 256K or 1M."""
+    for size, letter in ((1 << 20, "M"), (1 << 10, "K")):
+        if tokens >= size and tokens % size == 0:
+            return f"{tokens // size}{letter}"
+    return str(tokens)
 
 
 def number_text(value: float | None, like: float | None = None) -> str:

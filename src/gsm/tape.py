@@ -40,7 +40,7 @@ class HostRead(RuntimeError):
 
 
 class NoHostReads(TorchFunctionMode):
-    """Raises HostRead for functions that read values without an operation."""
+    """Raise HostRead for functions that read values without an operation."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in HOST_FUNCTIONS:

@@ -1,6 +1,6 @@
 """Calls of every operation, in float64, arguments by name: one that is ordinary, and the sizes that have gone wrong.
 
-`call_of(op, case)` makes one; `CASES` lists them. The first case of each operation is the ordinary one.
+`CASES[op][case]()` makes one. The first case of each operation is the ordinary one.
 """
 
 from __future__ import annotations
@@ -478,10 +478,6 @@ MODELS: dict[str, list[Case]] = {  # calls of a model's sizes, which only a GPU 
         partial(logits, rows=5000, width=256, vocabulary=vocabulary, scale=0.3) for vocabulary in (50304, 50257)
     ],
 }
-
-
-def call_of(op: str, case: str) -> dict:
-    return CASES[op][case]()
 
 
 def every_call() -> dict[str, dict]:

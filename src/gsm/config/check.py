@@ -1,8 +1,8 @@
 """Misspelt keys and unknown variants become one sentence that names them, before anything is built.
 
 There is no second description of the configuration to keep in step. For a mapping with a ``_target_`` the constructor's
-signature is the schema. For a mapping without a ``_target_``, the schema is the same place in a reference, which is
-composed from the same group choices without experiment and values.
+signature is the schema. For a mapping without a ``_target_``, the keys of all yamls of its group are the schema
+(``gsm.config.options.reference``).
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ def unknown(kind: str, name: str, known: Collection[str], place: str) -> ConfigE
     return ConfigError(f"unknown {kind} '{name}'{meant} Known in {place}: {', '.join(sorted(known)) or 'nothing'}")
 
 
-def few(items: Sequence[str], between: str = ", ") -> str:
+def few(items: Sequence[str]) -> str:
     """Return the first three, and the number of the others."""
-    return between.join(items[:3]) + (f" and {len(items) - 3} more" if len(items) > 3 else "")
+    return ", ".join(items[:3]) + (f" and {len(items) - 3} more" if len(items) > 3 else "")
 
 
 def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:

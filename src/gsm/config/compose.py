@@ -227,8 +227,8 @@ def _unreadable(override: str) -> str:
             f"{override} is not allowed because Hydra cannot read it. Use '{key}=...' with quotes around all of it, "
             "close every bracket, and put quotes around each key=value inside."
         )
-    quoted = f"{key}={QuotedString(text=value, quote=Quote.single).with_quotes()}"
-    typed = shlex.quote(quoted) if set(value) & set('"$`\\!') else f'"{quoted}"'
+    word = f"{key}={QuotedString(text=value, quote=Quote.single).with_quotes()}"
+    typed = shlex.quote(word) if set(value) & set('"$`\\!') else f'"{word}"'
     return f"{override} is not allowed because its value needs quotes of its own. Use {typed}"
 
 
@@ -266,7 +266,10 @@ def _hydra(overrides: Sequence[str], folders: Sequence[Path], script: str) -> Di
 
 @functools.lru_cache(maxsize=64)
 def _composed(choices: tuple[str, ...], folders: tuple[Path, ...], stamp: float, script: str, here: str) -> DictConfig:
-    """Compose the variants that are chosen; again when a yaml has changed. Restore the global state of Hydra."""
+    """Compose the variants that are chosen, and restore the global state of Hydra.
+
+    ``stamp`` and ``here`` are keys of the cache: a yaml may change, and relative folders depend on the current one.
+    """
     register_resolvers()
     refuse_pipes(*{file.parent for folder in folders[1:] for file in folder.rglob("*.yaml")})
     search = [searchpath_word(folders[1:])] if folders[1:] else []

@@ -1,4 +1,4 @@
-"""Which keys of a configuration decide what is trained. All others only say where it goes and what is shown of it."""
+"""Keys of a configuration that change training. All others choose where a run lies, and what it shows."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ IDLE = {
     *("trainer.log_every_n_steps", "trainer.val_check_interval", "trainer.check_val_every_n_epoch"),
     *("trainer.limit_val_batches", "trainer.num_sanity_val_steps"),
 }
-# What a checkpoint that was asked for by its path has to share; length, device and validations may be others.
+# Values of the trainer that a branch shares with its checkpoint; length, device and validations may differ.
 BOUND = {"trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"}
-# How a run ends: free in one that goes on from a checkpoint, as its length is.
+# The end of the schedule: a branch may have another one, as it may have another length.
 ENDING = {"optimizer.decay_fraction"}
 # How a step is divided among processes: free, as long as it is a step of as many sequences.
 DIVIDING = ("data.batch_size", "global_batch", "trainer.devices", "trainer.num_nodes", "trainer.context")
@@ -22,12 +22,12 @@ DIVIDING = ("data.batch_size", "global_batch", "trainer.devices", "trainer.num_n
 LOCAL = {"data.path", "data.cache_dir"}
 
 
-def decides(key: str, by_path: bool = False, divided: bool = False) -> bool:
+def decides(key: str, branches: bool = False, divided: bool = False) -> bool:
     """Return whether a run with another value of this key trains something else.
 
     Args:
         key: the path to a value of a composed configuration.
-        by_path: ask only for what a checkpoint cannot do without.
+        branches: leave out the values that a branch may change.
         divided: leave out how a step is divided among processes.
     """
     head, _, rest = key.partition(".")
@@ -37,4 +37,4 @@ def decides(key: str, by_path: bool = False, divided: bool = False) -> bool:
         return False
     if head == "callbacks":
         return rest.partition(".")[0] not in WATCHING
-    return not (by_path and (key in ENDING or head == "trainer" and key not in BOUND))
+    return not (branches and (key in ENDING or head == "trainer" and key not in BOUND))

@@ -106,7 +106,7 @@ class Capacity:
         return max(min(self._least(Load(kind, amount)) for amount in amounts) for kind, amounts in self.loads.items())
 
     def check(self, length: int) -> None:
-        """Raises ValueError if sequences of this length cannot hold every load, with one question and the gap."""
+        """Raise ValueError if sequences of this length cannot hold every load, with one question and the gap."""
         for load in self.each():
             least = self._least(load) + self.gap
             if length < least:

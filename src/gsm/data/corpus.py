@@ -52,7 +52,7 @@ class Corpus:
     A file of JSON lines or parquet holds many documents. Any other file is one. Empty texts are left out. The first of
     these rules that applies decides which part is held out for validation:
 
-    * `validation` names files, wherever they lie.
+    * `validation` names files below `root`.
     * The names of text files (not of code) have a word for a split, as in `train-00.jsonl`, `books_validation.txt` or
       `test/a.txt`. Those of validation (valid, val, dev) are held out. Those of test (eval) are in neither split, and
       the log names them. One name has to have train, valid or validation, as the other words have other meanings too.

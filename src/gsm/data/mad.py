@@ -28,7 +28,7 @@ class Checked(Task):
     """What is common to the tasks: lengths that are too short are refused."""
 
     def check(self, length: int) -> None:
-        """Raises ValueError if sequences of this length cannot hold the task."""
+        """Raise ValueError if sequences of this length cannot hold the task."""
         if length < self.least:
             raise ValueError(
                 f"context={length} is not allowed because {type(self).__name__} takes more tokens. Use {self.least} or "

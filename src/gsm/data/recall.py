@@ -47,7 +47,7 @@ class Task(Protocol):
         ...
 
     def check(self, length: int) -> None:
-        """Raises ValueError if sequences of this length cannot hold the task."""
+        """Raise ValueError if sequences of this length cannot hold the task."""
         ...
 
     def draw(self, random: np.random.Generator, length: int, whole: int | None = None) -> Drawn:
@@ -111,7 +111,7 @@ class Alphabet:
         value_P: np.ndarray,
         wait: int = 0,
     ) -> Drawn:
-        """Writes the questions, in random order, at the given places, and their answers; sets the targets."""
+        """Write the questions, in random order, at the given places, and their answers; set the targets."""
         order_P, due_P = random.permutation(self.pairs), at_P + wait
         token_T[at_P], token_T[due_P + 1] = key_P[order_P], value_P[order_P]
         target_T = np.full_like(token_T, IGNORED)
@@ -143,7 +143,7 @@ class Needle(Alphabet):
         return (4 + self.wait) * self.pairs
 
     def check(self, length: int) -> None:
-        """Raises ValueError if a sequence cannot hold needles, questions and the whole gap."""
+        """Raise ValueError if a sequence cannot hold needles, questions and the whole gap."""
         least = self.least + self.gap
         if length < least:
             raise ValueError(
@@ -269,7 +269,7 @@ class MultiQueryRecall(Alphabet):
         within(0, power=self.power, gap=self.gap)
 
     def check(self, length: int) -> None:
-        """Raises ValueError if a sequence cannot hold pairs, questions and the whole gap."""
+        """Raise ValueError if a sequence cannot hold pairs, questions and the whole gap."""
         least = 4 * self.pairs + self.gap + self.gap % 2 + self.shifted  # questions stand at even places, as pairs do
         if length < least:
             raise ValueError(

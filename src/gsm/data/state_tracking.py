@@ -108,7 +108,7 @@ class StateTracking:
         return sorted(self.tested or {max(1, trained // 2), trained, 2 * trained, 4 * trained})
 
     def check(self, length: int) -> None:
-        """Raises ValueError if sequences of this length cannot hold whole words."""
+        """Raise ValueError if sequences of this length cannot hold whole words."""
         if length < self.least or length % self.least:
             raise ValueError(
                 f"context={length} is not allowed because a letter takes {self.least} positions. Use a multiple of "

@@ -195,7 +195,10 @@ def differences(arms: Mapping[str, Mapping[Any, Result]], table: Published | Non
     tasks = list(next(iter(first.values()))["tasks"])
     rows = [[f"minus {arm}, with 95 % interval", *(name for name, _ in later)]]
     for title, wanted in [*((task, [task]) for task in tasks), ("Avg.", tasks)]:
-        scores = lambda results, wanted=wanted: {task: _questions(results, task, table) for task in wanted}  # noqa: E731
+
+        def scores(results: Sequence[Result], wanted: Sequence[str] = wanted) -> dict[str, list[float]]:
+            return {task: _questions(results, task, table) for task in wanted}
+
         rows.append([title, *(difference(first, other, scores) for _, other in later)])
     return [rows]
 

@@ -112,7 +112,7 @@ class HeldOut(Measure):
         if not self.output:
             write(file, result)
         note = _share(result) if self.data or self.path else _caution(trained.file, result)
-        print(f"{_title(result)}\n{note}\n{one(result)}\n", flush=True)
+        print(f"{_title(result)}\n{note}\n{report(result)}\n", flush=True)
         return result
 
     def measured(self, trained: Trained) -> dict[str, Any]:
@@ -513,7 +513,7 @@ def _caution(file: Path, result: Mapping[str, Any]) -> str:
     return "This is not the text that the run validated on: it has another digest.\n"
 
 
-def one(result: Mapping[str, Any]) -> str:
+def report(result: Mapping[str, Any]) -> str:
     """Return the report of a single model, in 80 columns: its numbers with standard errors, its loss by position with a
     bar from 0 nats, and the overlap and the ablations that were measured."""
     text = result["text"]

@@ -22,7 +22,7 @@ class Measure(ABC):
     """A measure of trained models.
 
     A subclass declares and documents its further arguments, as the command line gives them, and checks them in
-    ``__post_init__``. Its ``measure`` takes any model and returns plain containers.
+    ``__post_init__``.
 
     Args:
         checkpoint: a .ckpt file, the folder of a run, a folder above several runs, such as logs/<name>; or nano, which
@@ -55,15 +55,11 @@ class Measure(ABC):
             place = place / self.file
         in_place = self.output and len(files) == 1
         results = [
-            self.of(trained, place if in_place else self.own_file(trained.file))
+            self.of(trained, place if in_place else home(trained.file) / self.file)
             for trained in opened(files, self.device)
         ]
         self.conclude(results, place)
         return results
-
-    def own_file(self, checkpoint: Path) -> Path:
-        """Return the file of the result of a checkpoint."""
-        return home(checkpoint) / self.file
 
     @abstractmethod
     def of(self, trained: Trained, file: Path) -> dict[str, Any]:

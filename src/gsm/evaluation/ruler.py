@@ -9,6 +9,7 @@ numbers are in percent. B prompts at a time, T tokens of each.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import statistics
@@ -31,7 +32,7 @@ from gsm.evaluation import paper
 from gsm.evaluation.checkpoints import Trained
 from gsm.evaluation.measure import Measure, publish
 from gsm.evaluation.results import Progress, Results, by_arm, difference, means, side_by_side, silent
-from gsm.tables import Grid
+from gsm.tables import Grid, length_text
 
 LENGTHS = (4096, 8192, 16384, 32768, 65536)
 ADAPTED = "gsm.data.adaptation.RulerData"
@@ -52,8 +53,8 @@ Arms = Mapping[str, Mapping[Any, Result]]  # by name and seed
 
 @dataclass(frozen=True)
 class Ruler(Measure):
-    """Asks trained models RULER's tasks and prints accuracies; the names below are given as ruler.examples=20,
-    but checkpoint=...
+    """Ask trained models RULER's tasks and print accuracies; the names below are given as ruler.examples=20, all but
+    checkpoint=...
 
     A run that was adapted to them (data=ruler) is asked as it was trained, at its lengths and its context, unless these
     are given. Given again, the same command goes on where it was interrupted. The tables stand beside the paper's, and
@@ -198,10 +199,16 @@ class Ruler(Measure):
 
     def conclude(self, results: Sequence[Result], place: Path) -> None:
         """Print and write the tables, by arm. Raises ConfigError."""
-        arms = by_arm(results, lambda result: {**(run := result["settings"]["run"]), "experiment": run["name"]})
+
+        def run_of(result: Result) -> dict[str, Any]:
+            run = result["settings"]["run"]
+            return {**run, "experiment": run["name"]}
+
+        arms = by_arm(results, run_of)
         grids = tables(arms, paper.tables()["ruler"]) if comparable(results) else []
-        several, drawn = len(results) > 1, (lambda: _picture(arms)) if grids and len(results) > 1 else None
-        print(publish(place, grids, notes(results), {"runs": results} if several else None, drawn))
+        several = len(results) > 1
+        picture = functools.partial(_picture, arms) if several and grids else None
+        print(publish(place, grids, notes(results), {"runs": results} if several else None, picture))
 
     def written_in(self, folder: Path, run: Mapping[str, Any]) -> dict[str, Any]:
         """Return the asked cells, with the run among the settings."""
@@ -296,7 +303,7 @@ def tables(arms: Arms, published: Mapping[str, Any]) -> list[Grid]:
         published: the paper's `columns`, `by_length`, `by_task` and `average`.
     """
     first = next(iter(next(iter(arms.values())).values()))["averages"]
-    lengths = {n: n if int(n) % 1024 else f"{int(n) // 1024}K" for n in first["by_length"]} | {"average": "Avg."}
+    lengths = {name: length_text(int(name)) for name in first["by_length"]} | {"average": "Avg."}
     tasks = {task: task for task in first["by_task"]}
     by_length = {str(length): values for length, values in published["by_length"].items()}
     by_length["average"] = published["average"]

@@ -15,7 +15,7 @@ from gsm.config.check import ConfigError, few, unknown, unlike
 from gsm.config.command_line import path_text
 from gsm.experiments import rows
 from gsm.experiments.page import Picture, Report
-from gsm.experiments.table import COLUMNS, FOOTNOTE, RunSummary, Table, read_runs, summarise
+from gsm.experiments.table import COLUMNS, CONTENTS, FOOTNOTE, RunSummary, Table, read_contents, read_runs, summarise
 from gsm.files import damage, read_json, replacing
 from gsm.training.callbacks.metrics_file import read_metrics
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 USUAL = ("accuracy", *COLUMNS)
 AXES = {"step": "optimizer step", "tokens": "tokens trained on"}
-CONTENTS = "experiment.json"  # the arms of an experiment in their order, and the columns of its table
 AMOUNTS = {"steps": "the steps", "tokens": "the tokens trained on"}
 ByArm = Mapping[str, Sequence[RunSummary]]
 Curves = dict[str, list[dict[float, float]]]  # arm -> for each of its runs, values by step or by tokens
@@ -67,9 +66,11 @@ def compare(
         OSError: the comparison cannot be written; the error names the file.
     """
     if axis not in AXES:
-        raise ConfigError(f"axis is '{axis}', but has to be step or tokens")
+        raise ConfigError(f"axis={axis} is not allowed because it is unknown. Use step or tokens")
     if bool(x) != bool(y):
-        raise ConfigError("x and y make one picture together: give both, for example x=cache_bytes y=accuracy")
+        raise ConfigError(
+            f"x={x} y={y} is not allowed because a picture has two axes. Use both, such as x=cache_bytes y=accuracy"
+        )
     places = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
     finished = [run for run in _collect(places) if run.finished]
     arms = list(dict.fromkeys(run.arm for run in finished))
@@ -98,7 +99,7 @@ def _collect(folders: Sequence[Path]) -> list[RunSummary]:
     Raises ConfigError if none is finished, FileNotFoundError if there is none.
     """
     if not folders:
-        raise ConfigError("compare needs the folder of an experiment, such as logs/ablate_residual")
+        raise ConfigError("compare.py needs the folder of an experiment. Use python compare.py logs/ablate_residual")
     all_runs = _named(folders)
     if not any(run.finished for run in all_runs):
         where = " or ".join(map(path_text, folders))
@@ -109,7 +110,7 @@ def _collect(folders: Sequence[Path]) -> list[RunSummary]:
 def _named(folders: Sequence[Path]) -> list[RunSummary]:
     """Return all runs of these experiments, finished or not, in their order; arms of one name in several folders get
     the folder's name in front."""
-    by_folder = {folder: _in_order(folder) for folder in folders}
+    by_folder = {folder: _existing_runs(folder) for folder in folders}
     times = Counter(arm for runs in by_folder.values() for arm in {run.arm for run in runs})
     names, short = Counter(folder.name for folder in by_folder), plots.short(folder.name for folder in by_folder)
     all_runs = []
@@ -352,32 +353,25 @@ def _points(runs: Sequence[RunSummary], x: str, y: str) -> tuple[list[float], li
     return [across for across, _ in both], [up for _, up in both]
 
 
-def _in_order(folder: Path) -> list[RunSummary]:
+def _existing_runs(folder: Path) -> list[RunSummary]:
     """Return the runs of one experiment, arms in its own order. Raises FileNotFoundError if there is none."""
     if not folder.is_dir():
-        raise FileNotFoundError(f"no folder {path_text(folder)}: give that of an experiment, logs/<name>")
+        raise FileNotFoundError(
+            f"{path_text(folder)} is not allowed because there is no such folder. Use an experiment's, logs/<name>"
+        )
     runs = read_runs(folder)
     if not runs:
         below = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir() and read_runs(path)))
         hint = f"the experiments below it are {below}" if below else "give that of an experiment, logs/<name>"
         raise FileNotFoundError(f"no run in {path_text(folder)} has a <arm>/seed<k>/summary.json; {hint}")
-    order = list(_contents(folder).get("arms", ()))
-    return sorted(runs, key=lambda run: order.index(run.arm) if run.arm in order else len(order))
-
-
-def _contents(folder: Path) -> dict[str, Any]:
-    """Return ``arms`` and ``table`` of the experiment's last command; empty where its runs were started one by one.
-
-    They are not read from ``.hydra``, which has no tuned values.
-    """
-    return read_json(folder / CONTENTS) or {}
+    return runs
 
 
 def _tuned(runs: Sequence[RunSummary]) -> dict[str, dict[str, str]]:
     """Return the values that the experiments of these runs have tuned their arms to, by their last commands."""
     by_arm = {}
     for run in runs:
-        tuned = _contents(run.folder.parent.parent).get("tuned")
+        tuned = read_contents(run.folder.parent.parent).get("tuned")
         values = tuned.get(run.folder.parent.name) if isinstance(tuned, Mapping) else None
         if isinstance(values, Mapping):
             texts = {str(key): one.get("shown") if isinstance(one, Mapping) else None for key, one in values.items()}
@@ -387,7 +381,7 @@ def _tuned(runs: Sequence[RunSummary]) -> dict[str, dict[str, str]]:
 
 def _columns(folders: Sequence[Path], runs: Sequence[RunSummary]) -> list[str]:
     """Return the columns of the experiments' own tables, else the usual ones; only those that a run has."""
-    own = dict.fromkeys(column for folder in folders for column in _contents(folder).get("table", ()))
+    own = dict.fromkeys(column for folder in folders for column in read_contents(folder).get("table", ()))
     known = [column for column in own or USUAL if _numbers(runs, column)]
     return known or [column for column in USUAL if _numbers(runs, column)] or ["steps"]
 

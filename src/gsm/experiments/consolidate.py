@@ -1,4 +1,4 @@
-"""Makes one file of a checkpoint: of one in parts, to move it, or of its weights alone, to keep or to hand on.
+"""Make one file of a checkpoint: of one in parts, to move it, or of its weights alone, to keep or to hand on.
 
 python -m gsm.experiments.consolidate checkpoint=logs/... output=whole.ckpt
 python -m gsm.experiments.consolidate checkpoint=logs/default/gsm/seed0 output=small.ckpt weights=bfloat16

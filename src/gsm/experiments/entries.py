@@ -48,13 +48,15 @@ def read_arms(arms: Any) -> dict[str, list[str]]:
     experiment that it builds on. Raises ConfigError."""
     if not isinstance(arms, Mapping) or not arms:
         raise ConfigError(
-            f"arms is {arms!r}, but maps names to overrides, for example {{plain: [model/residual=plain]}}"
+            f"arms={arms!r} is not allowed because it maps names to overrides. Use {{plain: [model/residual=plain]}}"
         )
     arms = {name: overrides for name, overrides in arms.items() if overrides is not None}
     for name, overrides in arms.items():
         _check_name("arms", str(name))
         if not isinstance(overrides, list) or not all(isinstance(line, str) for line in overrides):
-            raise ConfigError(f"arms.{name} is {overrides!r}, but takes a list of overrides such as [model=baseline]")
+            raise ConfigError(
+                f"arms.{name}={overrides!r} is not allowed because an arm is a list of overrides. Use [model=baseline]"
+            )
         check_overrides(f"arms.{name}", overrides, NOT_FOR_ARMS)
     return {str(name): list(overrides) for name, overrides in arms.items()}
 
@@ -63,7 +65,7 @@ def parse_runs(runs: Any) -> list[Entry]:
     """Return the runs of a configuration, in its order. Raises ConfigError."""
     if not isinstance(runs, Mapping) or not runs:
         raise ConfigError(
-            f"runs is {runs!r}, but maps names to what differs, for example "
+            f"runs={runs!r} is not allowed because it maps names to overrides. Use "
             "{train: null, extend: {after: train, data.context: 1024}}"
         )
     entries: dict[str, Entry] = {}
@@ -72,17 +74,23 @@ def parse_runs(runs: Any) -> list[Entry]:
         before = entries.get(entry.after) if entry.after is not None else None
         if entry.after is not None and before is None:
             raise ConfigError(
-                f"runs.{name} is after {entry.after}, but no run of that name stands before it ({', '.join(entries)}); "
-                f"runs.{entry.after}=PATH takes the weights of a checkpoint"
+                f"runs.{name}.after={entry.after} is not allowed because no run of that name stands before it "
+                f"({', '.join(entries)}). Use runs.{entry.after}=PATH for the weights of a checkpoint"
             )
         if before and before.measures:
-            raise ConfigError(f"runs.{name} is after {entry.after}, which measures, and so leaves no weights")
+            raise ConfigError(
+                f"runs.{name}.after={entry.after} is not allowed because that run measures and leaves no weights. Use "
+                "a run that trains"
+            )
         if entry.measures and entry.after is None:
-            raise ConfigError(f"runs.{name} measures, but names no run to measure: give it after: <run>")
+            raise ConfigError(
+                f"runs.{name}.evaluate is not allowed because no run to measure is named. Use after: <run> beside it"
+            )
         entries[entry.name] = entry
     if all(entry.checkpoint for entry in entries.values()):
         raise ConfigError(
-            f"runs has {', '.join(entries)} alone, which are there already: one has to train or to measure"
+            f"runs={{{', '.join(entries)}}} is not allowed because these are checkpoints. Use a run that trains or "
+            "measures, too"
         )
     return list(entries.values())
 
@@ -92,7 +100,10 @@ def _parse_entry(name: str, value: Any) -> Entry:
     if isinstance(value, str):
         return Entry(name, checkpoint=value)
     if not isinstance(value, Mapping | None):
-        raise ConfigError(f"runs.{name} is {value!r}, but maps keys to values, or is the path of a checkpoint")
+        raise ConfigError(
+            f"runs.{name}={value!r} is not allowed because a run maps keys to values, or is the path of a checkpoint. "
+            "Use {trainer.max_steps: 100}"
+        )
     keys = dict(value or {})
     after = keys.pop(AFTER, None)
     after = after if after is None else str(after)
@@ -101,14 +112,22 @@ def _parse_entry(name: str, value: Any) -> Entry:
         check_overrides(f"runs.{name}", lines, NOT_FOR_RUNS)
         return Entry(name, after, tuple(lines))
     if len(keys) > 1:
-        raise ConfigError(f"runs.{name} has evaluate beside other keys: let one run train, and another evaluate it")
+        raise ConfigError(
+            f"runs.{name}.evaluate is not allowed because the run has other keys. Use one run that trains and another "
+            "that evaluates it"
+        )
     arguments = keys[EVALUATE] or {}
     if not isinstance(arguments, Mapping):
-        raise ConfigError(f"runs.{name}.evaluate is {arguments!r}, but maps arguments of evaluate.py to values")
+        raise ConfigError(
+            f"runs.{name}.evaluate={arguments!r} is not allowed because it maps arguments of evaluate.py to values. "
+            "Use {sequences: 100}"
+        )
     lines = commands.words(flat_entries(f"runs.{name}.evaluate", arguments))
     for word in commands.choose(lines)[1]:
         if word.partition("=")[0] in RESERVED:
-            raise ConfigError(f"runs.{name}.evaluate has {word}, which is the experiment's to say: leave it out")
+            raise ConfigError(
+                f"runs.{name}.evaluate: {word} is not allowed because the experiment sets it. Leave it out"
+            )
     try:  # an argument that evaluate.py refuses is refused before anything is trained
         commands.asked(lines)
     except ConfigError as error:
@@ -123,14 +142,14 @@ def flat_entries(where: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     """
     empty = [key for key, value in asked.items() if isinstance(value, Mapping) and not flat(value)]
     if empty:
-        raise ConfigError(f"{where} has {empty[0]} without a value: give it one, or leave it out")
+        raise ConfigError(f"{where}.{empty[0]} is not allowed because it has no value. Use one, or leave it out")
     return flat(asked) | flat({key: value for key, value in asked.items() if "." not in key})
 
 
 def _line(run: str, name: str, value: Any) -> str:
     """Return a key of a run as an override; a group has a slash in front, so that values below it can be given too."""
     if isinstance(value, str) and is_group(name):
-        raise ConfigError(f"runs.{run}.{name} is '{value}', but {name} is a group: write /{name}: {value}")
+        raise ConfigError(f"runs.{run}.{name}={value} is not allowed because {name} is a group. Use /{name}: {value}")
     return f"{name.removeprefix('/')}={quoted(value)}"
 
 
@@ -153,7 +172,9 @@ def read_seeds(seeds: Any) -> list[int]:
     if isinstance(seeds, int) and not isinstance(seeds, bool) and seeds > 0:
         return list(range(seeds))
     if not isinstance(seeds, list) or not seeds or any(type(seed) is not int or seed < 0 for seed in seeds):
-        raise ConfigError(f"seeds is {seeds!r}, but takes a list such as [0,1,2], or how many: seeds=3")
+        raise ConfigError(
+            f"seeds={seeds!r} is not allowed because seeds are a list or a number of seeds. Use [0,1,2] or seeds=3"
+        )
     return list(dict.fromkeys(seeds))
 
 
@@ -162,14 +183,17 @@ def read_columns(table: Any) -> list[str]:
     if table is None:
         return list(COLUMNS)
     if not isinstance(table, list) or not table or not all(isinstance(column, str) for column in table):
-        raise ConfigError(f"table is {table!r}, but takes a list of keys of summary.json such as [bits_per_byte]")
+        raise ConfigError(
+            f"table={table!r} is not allowed because it is a list of keys of summary.json. Use table=[bits_per_byte]"
+        )
     return table
 
 
 def _check_name(where: str, name: str) -> None:
     if not NAME.fullmatch(name) or name in WORDS:
         raise ConfigError(
-            f"{where} has the name '{name}', but a name begins with a letter and has no spaces or slashes"
+            f"{where}: the name '{name}' is not allowed because a name begins with a letter and has no spaces or "
+            "slashes. Use another one"
         )
 
 
@@ -179,9 +203,11 @@ def check_overrides(where: str, lines: Iterable[str], reserved: Set[str]) -> Non
         try:
             sets = key_of(line)
         except HydraException as error:
-            raise ConfigError(f"{where}: cannot read '{line}': write key=value or group=option") from error
+            raise ConfigError(
+                f"{where}: {line} is not allowed because Hydra cannot read it. Use key=value or group=option"
+            ) from error
         if sets in reserved:
-            raise ConfigError(f"{where} sets {sets}, which is the experiment's: leave {line} out")
+            raise ConfigError(f"{where}: {line} is not allowed because the experiment sets {sets}. Leave it out")
 
 
 @contextlib.contextmanager

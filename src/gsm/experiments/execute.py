@@ -31,11 +31,11 @@ from gsm.config.check import ConfigError
 from gsm.config.command_line import again, path_text
 from gsm.config.compose import from_job, searchpath_word
 from gsm.experiments import launcher
-from gsm.experiments.compare import CONTENTS, apart, unfinished, write
+from gsm.experiments.compare import apart, unfinished, write
 from gsm.experiments.entries import naming
 from gsm.experiments.jobs import Child, tail, work_off
 from gsm.experiments.runs import Experiment, Run, Trial, in_order
-from gsm.experiments.table import FOOTNOTE, RunSummary, Table, number_text, read_runs
+from gsm.experiments.table import CONTENTS, FOOTNOTE, RunSummary, Table, number_text, read_runs
 from gsm.experiments.tune import Tuning
 from gsm.files import read_json, write_json
 from gsm.signals import SIGNALS
@@ -128,7 +128,7 @@ def _set_aside(experiment: Experiment, trials: Sequence[Trial]) -> None:
 
 
 class _Work:
-    """Starts the runs of trials, keeps their summaries, and prints how each run ends.
+    """Start the runs of trials, keep their summaries, and print how each run ends.
 
     Args:
         experiment: the experiment of the trials.

@@ -42,7 +42,9 @@ def chosen() -> str | None:
 def refuse_single() -> None:
     """Raise ConfigError where a launcher is chosen for a single run, outside of a sweep."""
     if chosen() and HydraConfig.get().mode != RunMode.MULTIRUN:
-        raise ConfigError(f"{GROUP}={chosen()} is for experiments; for a single run: seeds=1")
+        raise ConfigError(
+            f"{GROUP}={chosen()} is not allowed because it is for experiments. Use seeds=1 for a single run"
+        )
 
 
 def check_available(overrides: Sequence[str]) -> None:
@@ -54,8 +56,8 @@ def check_available(overrides: Sequence[str]) -> None:
         key, _, number = line.partition("=")
         if key in ("hydra.launcher.nodes", "hydra.launcher.tasks_per_node") and number != "1":
             raise ConfigError(
-                f"{key} is {number}, but a job is one process, which starts the runs: leave it at 1; for runs on "
-                "several nodes, see docs/slurm.sh"
+                f"{key}={number} is not allowed because a job is one process, which starts the runs. Use 1; "
+                "docs/slurm.sh starts a run on several nodes"
             )
 
 
@@ -84,7 +86,7 @@ def launch(parts: Mapping[tuple[str, ...], Sequence[Run]]) -> None:
 
 
 class LauncherTask:
-    """Works off one of these parts on the cluster, without the runs that another submission has finished meanwhile."""
+    """Work off one of these parts on the cluster, without the runs that another submission has finished meanwhile."""
 
     def __init__(self, parts: Mapping[tuple[str, ...], Sequence[Run]]) -> None:
         self.parts = dict(parts)

@@ -21,7 +21,7 @@ from gsm import paths
 from gsm.config.check import ConfigError, flat
 from gsm.config.options import TIME, opening, saved
 from gsm.experiments import SEVERAL
-from gsm.experiments.table import FOOTNOTE, RunSummary, Table
+from gsm.experiments.table import FOOTNOTE, RunSummary, Table, read_contents
 from gsm.files import open_regular, read_json
 from gsm.tables import Grid
 from gsm.training.callbacks.progress import clock
@@ -126,10 +126,10 @@ class Report:
 
     def _arms(self) -> list[tuple[str, str]]:
         """Return the overrides of each arm in the experiment's last command."""
-        contents = [(folder, (read_json(folder / "experiment.json") or {}).get("arms")) for folder in self.folders]
+        described = [(folder, read_contents(folder).get("arms")) for folder in self.folders]
         return [
-            (str(arm) if len(contents) == 1 else f"{folder.name}/{arm}", shlex.join(map(str, overrides)))
-            for folder, arms in contents
+            (str(arm) if len(described) == 1 else f"{folder.name}/{arm}", shlex.join(map(str, overrides)))
+            for folder, arms in described
             for arm, overrides in _mapping(arms).items()
             if isinstance(overrides, list)
         ]

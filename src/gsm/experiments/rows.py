@@ -42,7 +42,7 @@ from gsm.experiments.table import RunSummary, Table, summarise
 from gsm.files import damage, read_json, replacing
 from gsm.intervals import over_windows
 from gsm.paths import ROOT
-from gsm.tables import Grid, grid_markdown
+from gsm.tables import Grid, grid_markdown, length_text
 
 RESULTS = ROOT / "results"
 FACTS = (
@@ -54,7 +54,7 @@ LOCAL = ("folder=", "logs=", "jobs=", *(f"{key}=null" for key in SEVERAL))  # wh
 BITS, SUMS = "/bits_per_byte", "/by_document"  # of an evaluation: its number, and nats and bytes of every document
 MARKED = re.compile(r"(<!-- (?P<kind>rows|costs): (?P<words>[^\n]+?) -->)\n(?P<body>.*?)(<!-- end -->)", re.DOTALL)
 CHANGE = re.compile(r"ln\((?P<after>[^\s:]+):(?P<before>[^\s:]+)\)")
-LENGTHS = {256: "256", 4096: "4K", 65536: "64K"}  # tokens before the one that is decoded
+LENGTHS = (256, 4096, 65536)  # tokens before the one that is decoded
 
 
 def publish(folder: Path, into: Path, metrics: Sequence[str]) -> str:
@@ -214,7 +214,7 @@ def costs(words: str) -> str:
     from gsm.costs.model import cost
 
     size, *models = words.split()
-    heads = [f"{cost}, {length}" for cost in ("cache, bytes", "decoding, MFLOP") for length in LENGTHS.values()]
+    heads = [f"{name}, {length_text(length)}" for name in ("cache, bytes", "decoding, MFLOP") for length in LENGTHS]
     grid = [[f"model ({size.removeprefix('size=')})", *heads]]
     for name in models:
         with torch.device("meta"):

@@ -186,10 +186,10 @@ class Experiment:
     def __init__(self, config: Mapping[str, Any], given: Sequence[str] = (), script: Sequence[str] = ()) -> None:
         keys = {key_of(line) for line in given}
         if "folder" in keys:
-            raise ConfigError("folder= is one run's, but this experiment has several: choose logs= or name= instead")
+            raise ConfigError("folder= is not allowed because an experiment has several runs. Use logs= or name=")
         if {"seed", "seeds"} <= keys:
             raise ConfigError(
-                f"seed={config['seed']} and seeds={config['seeds']} were both given: leave one of them out"
+                f"seed={config['seed']} is not allowed because seeds={config['seeds']} is there, too. Use one of them"
             )
         self.config, self.given, self.script = config, given, script
         self.arms = read_arms(config["arms"]) if config["arms"] is not None else {str(config["arm"]): []}
@@ -272,7 +272,8 @@ class Experiment:
             start, after = weights_of.get(entry.after), trial.runs.get(entry.after or "")
             if entry.checkpoint:
                 weights_of[entry.name] = checkpoint_file(entry.checkpoint)
-            elif entry.measures and start:
+            elif entry.measures:
+                assert start, "`parse_runs` takes no evaluation without weights"
                 trial.runs[entry.name] = self._evaluation(trial.folder / entry.name, entry, start, after)
             else:
                 trial.runs[entry.name] = self._training(trial, entry, start, after)
@@ -286,14 +287,11 @@ class Experiment:
         with naming(f"run {entry.name}"):
             config = self._composed(overrides)
         after, command = after or self._trained_in(config), (*self.script, *overrides)
-        run = Run(self._name(place), place, command, after, config)
-        for arm in self.arms:
-            if arm == trial.arm:
-                break
+        for arm in self._before(trial.arm):
             other = self.trial(arm, trial.seed).runs.get(entry.name)
             if other and other.config and other.after is after and _trains(other.config) == _trains(config):
                 return other
-        return run
+        return Run(self._name(place), place, command, after, config)
 
     def _evaluation(self, place: Path, entry: Entry, start: Path, after: Run | None) -> Run:
         chosen, _ = commands.choose(entry.lines)
@@ -306,12 +304,17 @@ class Experiment:
         """Return the run, of an arm before, that trains the weights that another one starts from."""
         if not config.get("start_from"):
             return None
-        wanted, arms = checkpoint_file(config["start_from"]), [*self.arms]
+        wanted = checkpoint_file(config["start_from"])
         named = re.match(r"([^/]+)/seed(\d+)/", os.path.relpath(wanted, self.folder))
-        if not named or named[1] not in arms[: arms.index(config["arm"])]:
+        if not named or named[1] not in self._before(config["arm"]):
             return None
         runs = self.trial(named[1], int(named[2])).runs.values()
         return next((run for run in runs if run.config and checkpoint_file(run.folder) == wanted), None)
+
+    def _before(self, arm: str) -> list[str]:
+        """Return the arms that stand before this one in the experiment."""
+        arms = [*self.arms]
+        return arms[: arms.index(arm)]
 
     def _composed(self, overrides: Sequence[str]) -> dict[str, Any]:
         """Return a configuration that can be trained, and loaded from its checkpoint. Raises ConfigError."""
@@ -335,12 +338,12 @@ def _trains(config: Mapping[str, Any]) -> tuple[Any, ...]:
 def _without(overrides: Sequence[str], lines: Sequence[str], start: Path | None) -> list[str]:
     """Return the overrides of a trial that hold for a run with these lines: not the keys that the run sets, nor those
     below a group that the run chooses itself."""
-    groups = [key_of(line) for line in lines if is_group(key_of(line))]
-    gone = tuple(f"{name}{mark}" for group in groups for name in (group, group.replace("/", ".")) for mark in "./")
+    groups = [key.replace("/", ".") for line in lines if is_group(key := key_of(line))]
     reset = {"runs", "folder", *(["start_from"] if start else [])}
-    keys = {line: key_of(line) for line in overrides}
-    return [
-        line
-        for line, key in keys.items()
-        if not (key.partition(".")[0] in reset or key in groups or key.startswith(gone))
-    ]
+
+    def holds(line: str) -> bool:
+        key = key_of(line).replace("/", ".")
+        below = any(key == group or key.startswith(f"{group}.") for group in groups)
+        return not (below or key.partition(".")[0] in reset)
+
+    return [line for line in dict.fromkeys(overrides) if holds(line)]

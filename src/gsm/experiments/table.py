@@ -19,6 +19,7 @@ from gsm.files import read_json
 from gsm.intervals import Cell, over_pairs, over_seeds
 from gsm.tables import WIDTH, Grid, grid_csv, grid_markdown, grid_text, number_text
 
+CONTENTS = "experiment.json"  # the arms of an experiment in their order, and the columns of its table
 COLUMNS = ("bits_per_byte", "val_loss")
 FOOTNOTE = (
     "mean +- sample standard deviation over the seeds; of differences, mean and 95 % interval (paired Student's t) "
@@ -207,15 +208,27 @@ class Table:
 
 
 def read_runs(folder: str | os.PathLike[str]) -> list[RunSummary]:
-    """Return the runs below ``logs/<name>``, finished or not, by arm and seed; runs without a readable summary are left
-    out."""
-    found = []
+    """Return the runs below ``logs/<name>``, finished or not, arms in the experiment's order, then by seed.
+
+    Runs without a readable summary are left out.
+    """
+    runs, order = [], list(read_contents(folder).get("arms", ()))
     for file in sorted(Path(folder).glob("*/seed*/summary.json")):
         number = re.fullmatch(r"seed(-?\d+)", file.parent.name)
         summary = read_json(file)
         if number and summary is not None:
-            found.append(RunSummary(file.parent.parent.name, int(number[1]), file.parent, summary))
-    return sorted(found, key=lambda run: (run.arm, run.seed))
+            runs.append(RunSummary(file.parent.parent.name, int(number[1]), file.parent, summary))
+    place = {arm: number for number, arm in enumerate(order)}
+    return sorted(runs, key=lambda run: (place.get(run.arm, len(place)), run.arm, run.seed))
+
+
+def read_contents(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return ``arms``, ``table`` and ``tuned`` of the experiment's last command; empty where its runs were started one
+    by one.
+
+    They are not read from ``.hydra``, which has no tuned values.
+    """
+    return read_json(Path(folder) / CONTENTS) or {}
 
 
 def with_tasks(runs: Iterable[RunSummary]) -> list[RunSummary]:

@@ -253,7 +253,7 @@ class Search:
         """Return the attempts to train next; without any, ``choice`` is known."""
         if self.choice:
             return []
-        missing, self.choice = search(self._tuner, self._mean)
+        missing, self.choice = next_or_best(self._tuner, self._mean)
         tried = [attempt for values in missing for attempt in self._attempts(values)]
         return [attempt for attempt in tried if self.cost(attempt) is None]
 
@@ -334,7 +334,7 @@ def _cost(place: Path, by: Mapping[str, str]) -> float:
     )
 
 
-def search(tuner: Grid | Study, cost: Callable[[Values], float | None]) -> tuple[list[Values], Choice | None]:
+def next_or_best(tuner: Grid | Study, cost: Callable[[Values], float | None]) -> tuple[list[Values], Choice | None]:
     """Return the values that are still to be trained; if there are none, the best ones.
 
     Args:
@@ -355,7 +355,7 @@ def search(tuner: Grid | Study, cost: Callable[[Values], float | None]) -> tuple
 
 
 class Grid:
-    """Proposes every combination of its lists of values at once."""
+    """Propose every combination of its lists of values at once."""
 
     def __init__(self, space: Space) -> None:
         self.proposed = [dict(zip(space, values, strict=True)) for values in product(*space.values())]
@@ -366,7 +366,7 @@ class Grid:
 
 
 class Study:
-    """Proposes values that Optuna chooses. Its journal lets an interrupted search go on.
+    """Propose values that Optuna chooses. Its journal lets an interrupted search go on.
 
     Each proposal has random numbers of its own, from the seed and its number, and follows from the costs of the rounds
     before. So an interruption changes none of them.

@@ -92,7 +92,7 @@ class Entry(nn.Module):
 
 
 class Compressor(nn.Module):
-    """Pools every m consecutive tokens of a document into one bank latent, with a softmax over the tokens for each
+    """Pool every m consecutive tokens of a document into one bank latent, with a softmax over the tokens for each
     channel.
 
     Args:
@@ -144,7 +144,7 @@ class IndexQuery(NamedTuple):
 
 
 class Indexer(nn.Module):
-    """Scores bank entries for a row: ``sum_j weight_j * relu(query_j . key)``.
+    """Score bank entries for a row: ``sum_j weight_j * relu(query_j . key)``.
 
     Its inputs are detached, so that an indexer's training does not change the rest of the model.
 

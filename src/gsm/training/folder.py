@@ -122,7 +122,7 @@ def identity(config: Mapping[str, Any]) -> str:
 
 
 def differences(
-    old: Mapping[str, Any], new: Mapping[str, Any], by_path: bool = False, divided: bool = False
+    old: Mapping[str, Any], new: Mapping[str, Any], branches: bool = False, divided: bool = False
 ) -> list[str]:
     """Return the differences in training: ``data.batch_size (4 there, 8 here)``; empty if two configurations train the
     same.
@@ -131,12 +131,12 @@ def differences(
 
     Args:
         old, new: composed configurations.
-        by_path: compare only values that a checkpoint needs.
+        branches: leave out the values that a branch may change.
         divided: leave out how a step is divided among processes.
     """
     first, second = flat(_completed(old, new)), flat(new)
     keys = sorted(first.keys() | second.keys(), key=lambda key: (key.startswith("model."), key))
-    return contrast(first, second, (key for key in keys if decides(key, by_path, divided)))
+    return contrast(first, second, (key for key in keys if decides(key, branches, divided)))
 
 
 def _completed(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,18 +226,19 @@ def _changes(
             changes.append(f"trainer.{MEASURED}")
     else:
         changes = _trained_otherwise(checkpoint, config, world)
-    return changes + _other_weights(checkpoint, config) or _other_data(checkpoint, fingerprint)
+    changes += _other_weights(checkpoint, config)
+    return changes or _other_data(checkpoint, fingerprint)
 
 
 def _trained_otherwise(
-    checkpoint: Mapping[str, Any], config: Mapping[str, Any], world: int, by_path: bool = False
+    checkpoint: Mapping[str, Any], config: Mapping[str, Any], world: int, branches: bool = False
 ) -> list[str]:
     """Return the differences from an earlier training, on ``world`` ranks; a step may be divided otherwise."""
     theirs, before = _config(checkpoint), checkpoint[STATE]["world"]
     before_step, now_step = sequences_a_step(theirs, before), sequences_a_step(config, world)
     ranks = "" if before == world else f", shared out among {before} and {world}"
     steps = [] if before_step == now_step else [f"sequences a step ({before_step} there, {now_step} here{ranks})"]
-    return steps + differences(theirs, config, by_path, divided=before_step == now_step)
+    return steps + differences(theirs, config, branches, divided=before_step == now_step)
 
 
 def _over(config: Mapping[str, Any], fingerprint: Fingerprint | None, world: int) -> Start:
@@ -268,7 +269,7 @@ def _making_room(start: Start, folder: Path, source: Path | None) -> Start:
 def _branch(path: Path, config: Mapping[str, Any], fingerprint: Fingerprint | None, world: int) -> Start:
     """Start with everything in a checkpoint. Raises CheckpointError where it is of another training."""
     checkpoint, remedy = _read(path), "start_fresh=true to take the weights alone"
-    changes = _trained_otherwise(checkpoint, config, world, by_path=True) or _other_data(checkpoint, fingerprint)
+    changes = _trained_otherwise(checkpoint, config, world, branches=True) or _other_data(checkpoint, fingerprint)
     if changes:
         raise CheckpointError(
             f"{path} cannot go on with this configuration: it differs in {few(changes)}. Use its values, or {remedy}."

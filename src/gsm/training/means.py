@@ -57,7 +57,7 @@ class Means:
 
 
 class OverTargets:
-    """Scales the gradients of accumulated batches, so that they belong to the mean over the targets of all batches.
+    """Scale the gradients of accumulated batches, so that they belong to the mean over the targets of all batches.
 
     The number of targets of a step is known only after its last batch. So losses are weighed by the number of targets
     relative to the first batch, and gradients are corrected once, before the step. If all batches have equal numbers of

@@ -53,7 +53,7 @@ from gsm.training.heap import keep_freed
 from gsm.training.module import LanguageModeling
 from gsm.training.optimizer import AdamW
 from gsm.training.state import refuse_other_state
-from gsm.training.trainer import build, meet, quiet, refuse_divided, shares
+from gsm.training.trainer import build, meet, quiet, refuse_divided
 from gsm_kernels import explain
 
 NGRAMS = {"unigram": 1, "bigram": 2, "five_gram": 5}
@@ -104,7 +104,7 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
         def decide() -> Start:
             if leads:
                 stack.enter_context(locked(folder))
-            return prepare(config, leads, lambda: data().fingerprint(), shares(trainer))
+            return prepare(config, leads, lambda: data().fingerprint(), ranks.sharing(trainer)[0])
 
         start = ranks.agreed(decide)  # rank 0 alone inspects the folder: files may be removed at the same time
         if start.finished:

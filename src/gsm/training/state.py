@@ -25,9 +25,7 @@ RATES = ("lr", "initial_lr")  # of a group of the optimiser: they follow from th
 HALVES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}  # dtype of all parameters with this precision
 
 
-def refuse_other_state(
-    path: Path, task: LanguageModeling, precision: str | None, remedy: str = "resume=never to start over"
-) -> None:
+def refuse_other_state(path: Path, task: LanguageModeling, precision: str | None, remedy: str) -> None:
     """Compare names, shapes and dtypes in a checkpoint with those of a model and of its optimiser's parameters.
 
     Args:

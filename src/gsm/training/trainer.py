@@ -75,7 +75,8 @@ def build(config: Mapping[str, Any], summary: Summary) -> lightning.Trainer:
     make = instantiate({**chosen, "_partial_": True}, "trainer")
     objects = {"callbacks": parts, "logger": loggers, "plugins": plugins}
     trainer = construct(make, "trainer", **objects, default_root_dir=config["folder"])
-    trainer.accumulate_grad_batches = batches = batches_a_step(config, shares(trainer))
+    refuse_context(trainer)
+    trainer.accumulate_grad_batches = batches = batches_a_step(config, sharing(trainer)[0])
     if type(trainer.val_check_interval) is int:
         trainer.val_check_interval *= batches  # Lightning counts batches, the configuration steps
     if config["compile"] and trainer.strategy.root_device.type == "cpu":
@@ -124,12 +125,8 @@ def ranks_in(config: Mapping[str, Any]) -> int | None:
     return None if world % context else world // context
 
 
-def shares(trainer: lightning.Trainer) -> int:
-    """Return the number of ranks that take different sequences: all ranks over those that divide the same sequences
-    (``trainer.context``).
-
-    Raises ConfigError where the ranks that divide sequences do not divide all ranks.
-    """
+def refuse_context(trainer: lightning.Trainer) -> None:
+    """Raise ConfigError if the ranks that divide the same sequences (``trainer.context``) do not divide all ranks."""
     context: int = getattr(trainer.strategy, "context", 1)
     if trainer.world_size % context:
         fitting = [n for n in range(1, trainer.world_size + 1) if trainer.world_size % n == 0]
@@ -137,7 +134,6 @@ def shares(trainer: lightning.Trainer) -> int:
             f"trainer.context={context} is not allowed because it does not divide the {trainer.world_size} devices "
             f"that train together. Use one of {', '.join(map(str, fitting))}, or change trainer.devices."
         )
-    return sharing(trainer)[0]
 
 
 def refuse_early(config: Mapping[str, Any]) -> None:

@@ -111,7 +111,7 @@ class Delta(Additive):
 
 
 class Correction(nn.Module):
-    """Subtracts a part (beta) of the prediction from previous entries from each entry.
+    """Subtract a part (beta) of the prediction from previous entries from each entry.
 
     Args:
         shape: shared widths.

@@ -133,7 +133,7 @@ class Best(Checkpoint):
 
 
 class WholeFiles(TorchCheckpointIO):
-    """Writes a trainer's checkpoints with ``gsm.files.replacing``, and reads them.
+    """Write a trainer's checkpoints with ``gsm.files.replacing``, and read them.
 
     Lightning's own way goes through the system's temporary folder. Where that is another disk, the last step is a copy,
     which can be cut off; and a process that is killed leaves its gigabytes there.

@@ -23,7 +23,7 @@ SAME = 0.5  # seconds: a signal to a process and to its group arrives twice
 
 
 class Interrupted(SystemExit):
-    """Ends a process with the code that a shell shows for the signal."""
+    """End a process with the code that a shell shows for the signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -31,7 +31,7 @@ class Interrupted(SystemExit):
 
 
 class Interruption(lightning.Callback):
-    """Handles signals while training runs.
+    """Handle signals while training runs.
 
     After the first one training goes on to the end of the logging interval, and of a validation that follows it, is
     saved there and ends; so nothing that was trained is lost. Where whoever has sent it cannot wait so long and kills

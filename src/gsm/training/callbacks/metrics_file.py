@@ -38,7 +38,7 @@ def read_metrics(path: str | os.PathLike[str]) -> dict[str, dict[int, float]]:
 
 
 class MetricsFile(Logger):
-    """Writes a CSV file with the columns ``step``, ``name`` and ``value``.
+    """Write a CSV file with the columns ``step``, ``name`` and ``value``.
 
     Args:
         path: the file; made with its folder at the first metric.

@@ -36,7 +36,7 @@ TAPS = (*overlap.TAPS, *VIEWED, "state/*")
 
 
 class Pictures(lightning.Callback):
-    """Writes the following of a GSM, as far as the model has it, and nothing for other models:
+    """Write the following of a GSM, as far as the model has it, and nothing for other models:
 
     * ``val/overlap_sample/stage<s>``: scalars of stages that select for themselves (``gsm.analysis.overlap``), from
       these few sequences; ``val/overlap/mean`` of the finished run, also in its summary, is measured on more;

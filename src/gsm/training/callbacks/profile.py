@@ -16,7 +16,7 @@ ROWS = 15
 
 
 class Profile(lightning.Callback):
-    """Writes into ``folder``, on the rank that leads: ``trace.json``, for https://ui.perfetto.dev or chrome://tracing;
+    """Write into ``folder``, on the rank that leads: ``trace.json``, for https://ui.perfetto.dev or chrome://tracing;
     ``operations.txt``, where the time went, by operation; with a GPU ``memory.pickle``, every allocation with its
     stack, for https://pytorch.org/memory_viz. Steps become slower while they are watched, by about a half on a CPU.
 

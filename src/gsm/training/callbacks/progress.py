@@ -18,7 +18,7 @@ TIMED = 20  # steps that are timed before the time left is shown
 
 
 class Progress(lightning.Callback):
-    """Prints loss, validation bits per byte, tokens per second and, after twenty steps, the time left.
+    """Print loss, validation bits per byte, tokens per second and, after twenty steps, the time left.
 
     Args:
         every: steps between two lines that stay; on a terminal the line in between is rewritten at each step.

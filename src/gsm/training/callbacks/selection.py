@@ -21,7 +21,7 @@ from gsm.training.module import LanguageModeling
 
 
 class DenseFirst(lightning.Callback):
-    """Sets K of everything that selects, as a function of the step alone; validation always has the model's own K.
+    """Set K of everything that selects, as a function of the step alone; validation always has the model's own K.
 
     Args:
         until: fraction of all steps with dense selection.

@@ -28,7 +28,7 @@ VALIDATION = {  # key in the file: metric of a validation
 
 
 class Summary(lightning.Callback):
-    """Writes the file when training begins and when it ends: ``status`` is ``running``, ``interrupted`` or ``failed``.
+    """Write the file when training begins and when it ends: ``status`` is ``running``, ``interrupted`` or ``failed``.
 
     The run sets ``finished`` (``add``) after its conclusions: a run that is cut off before goes on. A run that a
     callback has ended before its last step is ``stopped``.

@@ -115,7 +115,7 @@ class TensorBoard(TensorBoardLogger):
 
 
 class Charts(lightning.Callback):
-    """Writes the layout of the charts for which the run has data, again when there is more. TensorBoard shows the last
+    """Write the layout of the charts for which the run has data, again when there is more. TensorBoard shows the last
     layout of a run, and merges the layouts of all runs."""
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class Charts(lightning.Callback):
 
 
 class Hyperparameters(lightning.Callback):
-    """Writes the HPARAMS record when training starts; TensorBoard keeps the first one of a run. Other loggers get the
+    """Write the HPARAMS record when training starts; TensorBoard keeps the first one of a run. Other loggers get the
     values alone.
 
     The tab takes its columns from the record of a single run, the first that it meets. Columns that this record marks

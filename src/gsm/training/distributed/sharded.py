@@ -35,7 +35,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Sharded(ModelParallelStrategy):
-    """Divides a model among all ranks, and saves it in parts.
+    """Divide a model among all ranks, and save it in parts.
 
     A block's weights are gathered when its forward or backward begins, and given back when it ends; gradients are
     averaged and divided at once. Experts lie in their block and are divided like everything else: every rank computes
