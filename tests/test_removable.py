@@ -33,6 +33,12 @@ PARTS = {
     "compiled loops": ("kernels/gsm_kernels/cpu", ("kernels/gsm_kernels/__init__.py", "from . import cpu "), None),
     "context parallelism": ("src/gsm/context", None, None),
 }
+# By the package of each part, the tests that go with it.
+OWN = {
+    "gsm.explorer": {"test_explorer.py"},
+    "gsm.hf": {"test_hf.py", "test_hf_calls.py"},
+    "gsm.context": {"test_pieces.py"},
+}
 TESTS = ("test_floors.py", "test_prompts.py", "ops/test_dispatch.py")
 TRAIN = "size=pico data=needle seeds=1 jobs=1 trainer=cpu trainer.max_steps=2 data.validation_sequences=2 sample=false"
 IMPORTED = "import gsm, gsm_kernels; print(gsm.__file__)"
@@ -78,6 +84,12 @@ def run(rest: Path, *arguments: str) -> str:
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-4000:]
     return output
+
+
+@pytest.mark.parametrize("package", OWN)
+def test_only_a_part_s_own_tests_import_it(package: str) -> None:
+    imports = re.compile(rf"^\s*(?:from|import) {re.escape(package)}\b", re.MULTILINE)
+    assert {path.name for path in (ROOT / "tests").rglob("*.py") if imports.search(path.read_text())} == OWN[package]
 
 
 @pytest.mark.slow
