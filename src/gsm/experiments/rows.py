@@ -168,7 +168,7 @@ def table(words: str, folder: Path = RESULTS) -> str:
         parts.append(grid_markdown(equivalence(made, float(options["margin"]))))
     if "picture" in options:
         parts.append(f"![{made.columns[0]} of every seed, by arm]({options['picture']})")
-    commits = sorted({line["commit"][:9] for line in read(folder / f"{name}.csv")[1]})
+    commits = sorted({str(run.summary["commit"])[:9] for run in made.runs})
     seeds = ", ".join(map(str, sorted({run.seed for run in made.runs})))
     return "\n\n".join([*parts, f"Rows: `results/{name}.csv`, commit {', '.join(commits)}; seeds {seeds}."])
 
