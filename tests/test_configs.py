@@ -118,6 +118,7 @@ REFUSED = {  # words of a command line, and parts of the one sentence that refus
     "seed=x": ["seed is 'x' (str), but takes int"],
     "jobs=x": ["jobs is 'x' (str), but takes int"],
     "compile=1": ["compile is 1 (int), but takes bool"],
+    "size.vocabulary=9223372036854775808": ["is not allowed because it has more than 62 bits"],
     "data=folder": ["data.path has no value", "data.path=..."],
     **{
         f"{group}=null": [f"{group}=null is not allowed because {group} has no such variant"]

@@ -114,6 +114,8 @@ OUTSIDE = {
     "model=nsa model.mixers.nsa.block=70000": "above 65,536. Use a number from 2 to 65,536",
     "data=recall data.task.power=-1": "below 0. Use 0 or more",
     "data=needle data.batch_size=0": "below 1. Use a number from 1 to 1,000,000",
+    "data=needle data.validation_sequences=1000000000": "above 10,000,000. Use a number from 1 to 10,000,000",
+    "model/residual=mhc model.residual.sinkhorn_rounds=1000000000000": "above 1,000. Use a number from 1 to 1,000",
 }
 
 

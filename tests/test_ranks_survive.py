@@ -106,14 +106,35 @@ CHANGES = mostly_nightly(
 )
 
 
+def in_an_exchange(rank: int, number: int) -> None:
+    """Kill the rank before its ``number``-th exchange, forward or backward."""
+    called, whole = count_calls(number), exchange.count_sent
+
+    def count_and_die(*arguments: Any) -> None:
+        if called():
+            os.kill(os.getpid(), signal.SIGKILL)
+        whole(*arguments)
+
+    if int(os.environ["RANK"]) == rank:
+        exchange.count_sent = count_and_die
+
+
 @pytest.mark.parametrize(("before", "after"), CHANGES)
-def test_a_run_goes_on_with_another_number_of_ranks(home: Path, processes: Any, whole: Path, before: str, after: str):
-    """Weights, place in the data and curves are those of one process. Any rank may get the signal."""
+def test_a_run_goes_on_with_another_number_of_ranks_also_when_one_was_killed(
+    home: Path, processes: Any, whole: Path, before: str, after: str
+):
+    """Weights, place in the data and curves are those of one process. Any rank may get the signal, and the others end
+    with a rank that is killed."""
     name, rank = f"{before}-{after}", WAYS[before][0] - 1
     codes, output = run(
         processes, home, name, before, partial(on_rank, rank, sent, signal.SIGTERM, "training_step", 13)
     )
     assert codes == [143] * WAYS[before][0] and "interrupted at step " in output, output
+    if WAYS[after][0] > 1:
+        in_a_step = partial(on_rank, 1, sent, signal.SIGKILL, "training_step", 3)
+        death, begun = partial(in_an_exchange, 1, 40) if after == "context" else in_a_step, time.monotonic()
+        codes, output = run(processes, home, name, after, death)
+        assert codes == [1, -signal.SIGKILL] and time.monotonic() - begun < 60, output
     codes, output = run(processes, home, name, after)
     assert codes == [0] * WAYS[after][0] and "Going on with the unfinished run" in output, output
     assert_same_end(home / f"logs/{name}/gsm/seed0", whole, 0.05 if "context" in (before, after) else 1e-3)
@@ -132,49 +153,6 @@ def test_a_run_goes_on_with_experts_divided_or_not(home: Path, processes: Any, b
     assert codes == [0] * WAYS[after][0] and "Going on with the unfinished run" in output, output
     folders = [next((home / "logs" / run_name).glob("*/seed0")) for run_name in (name, f"moe-{after}")]
     assert_same_end(folders[0], folders[1], 0.2)  # the busiest expert of a rank is not that of all
-
-
-@pytest.mark.parametrize("way", mostly_nightly(["ddp", "fsdp", "context"], "fsdp"))
-def test_the_others_end_with_a_rank_that_is_killed_and_the_same_call_goes_on(
-    home: Path, processes: Any, whole: Path, way: str
-):
-    name = f"killed-{way}"
-    saved = partial(on_rank, 0, sent, signal.SIGTERM, "training_step", 7)
-    assert run(processes, home, name, way, saved)[0] == [143, 143]
-    codes, output = run(processes, home, name, way, partial(on_rank, 1, sent, signal.SIGKILL, "training_step", 3))
-    assert codes == [1, -signal.SIGKILL], output
-    codes, output = run(processes, home, name, way)
-    assert codes == [0, 0], output
-    assert_same_end(home / f"logs/{name}/gsm/seed0", whole, 0.05 if way == "context" else 1e-3)
-
-
-def in_an_exchange(rank: int, number: int) -> None:
-    """Kill the rank before its ``number``-th exchange, forward or backward."""
-    called, whole = count_calls(number), exchange.count_sent
-
-    def count_and_die(*arguments: Any) -> None:
-        if called():
-            os.kill(os.getpid(), signal.SIGKILL)
-        whole(*arguments)
-
-    if int(os.environ["RANK"]) == rank:
-        exchange.count_sent = count_and_die
-
-
-@pytest.mark.parametrize(("rank", "number"), mostly_nightly([(0, 3), (1, 40), (0, 97)], (1, 40)))
-def test_ranks_that_divide_sequences_end_when_one_is_killed_in_the_middle(
-    home: Path, processes: Any, whole: Path, rank: int, number: int
-):
-    """In seconds; and the same call goes on."""
-    name = f"exchange-{rank}-{number}"
-    saved = partial(on_rank, 0, sent, signal.SIGTERM, "training_step", 7)
-    assert run(processes, home, name, "context", saved)[0] == [143, 143]
-    begun = time.monotonic()
-    codes, output = run(processes, home, name, "context", partial(in_an_exchange, rank, number))
-    assert sorted(codes) == [-signal.SIGKILL, 1] and time.monotonic() - begun < 60, output
-    codes, output = run(processes, home, name, "context")
-    assert codes == [0, 0], output
-    assert_same_end(home / f"logs/{name}/gsm/seed0", whole, 0.05)
 
 
 def as_srun_does() -> None:
@@ -207,19 +185,6 @@ def in_the_middle_of_a_move(first: Callable[[], None]) -> None:
         run_folder._status = status
 
 
-@pytest.mark.parametrize(("way", "first"), [("ddp", no_death), ("lightning", as_srun_does)])
-def test_one_rank_looks_at_an_earlier_run_and_moves_it_once(
-    home: Path, processes: Any, way: str, first: Callable[[], None]
-):
-    """Once all ranks looked: a rank that read the checkpoint before the move then tried to go on from it."""
-    name = f"aside-{way}"
-    assert run(processes, home, name, "ddp", no_death, "trainer.max_steps=2")[0] == [0, 0]
-    codes, output = run(processes, home, name, way, partial(in_the_middle_of_a_move, first), "trainer.max_steps=3")
-    assert codes == [0, 0] and output.count("An earlier run in this folder was moved to") == 1, output
-    assert [path.name for path in (home / f"logs/.replaced/{name}/gsm").iterdir()] == ["seed0-1"]
-    assert read_checkpoint(home / f"logs/{name}/gsm/seed0")["global_step"] == 3
-
-
 def no_move() -> None:
     """Make the move of an earlier run fail on the leading rank."""
 
@@ -229,14 +194,23 @@ def no_move() -> None:
     training.make_room = refuse
 
 
-def test_an_earlier_run_that_cannot_be_moved_ends_all(home: Path, processes: Any):
-    """Once the other ranks trained on, and waited for the leading rank."""
-    assert run(processes, home, "stays", "ddp", no_death, "trainer.max_steps=2")[0] == [0, 0]
-    codes, output = run(processes, home, "stays", "ddp", partial(on_rank, 0, no_move), "trainer.max_steps=3")
-    other = (home / "stays-ddp.1").read_text()
-    assert codes == [1, 1]
-    for words in (output, other):
-        assert f"error: moved cannot be written: {os.strerror(errno.EACCES)}" in words
+@pytest.mark.parametrize(("way", "first"), [("ddp", no_death), ("lightning", as_srun_does)])
+def test_one_rank_looks_at_an_earlier_run_and_moves_it_once(
+    home: Path, processes: Any, way: str, first: Callable[[], None]
+):
+    """Once all ranks looked: a rank that read the checkpoint before the move then tried to go on from it. Where it
+    cannot be moved, all end: once the others trained on, and waited for the leading rank."""
+    name = f"aside-{way}"
+    assert run(processes, home, name, "ddp", no_death, "trainer.max_steps=2")[0] == [0, 0]
+    if way == "ddp":
+        codes, output = run(processes, home, name, way, partial(on_rank, 0, no_move), "trainer.max_steps=3")
+        assert codes == [1, 1]
+        for words in (output, (home / f"{name}-{way}.1").read_text()):
+            assert f"error: moved cannot be written: {os.strerror(errno.EACCES)}" in words
+    codes, output = run(processes, home, name, way, partial(in_the_middle_of_a_move, first), "trainer.max_steps=3")
+    assert codes == [0, 0] and output.count("An earlier run in this folder was moved to") == 1, output
+    assert [path.name for path in (home / f"logs/.replaced/{name}/gsm").iterdir()] == ["seed0-1"]
+    assert read_checkpoint(home / f"logs/{name}/gsm/seed0")["global_step"] == 3
 
 
 def test_a_refusal_of_the_leading_rank_ends_all_ranks(home: Path, processes: Any, whole: Path):
@@ -275,8 +249,8 @@ def test_a_disk_that_is_full_for_the_rank_that_writes_ends_all_with_its_words(ho
     assert read_checkpoint(home / f"logs/{name}/gsm/seed0")["global_step"] == 3
 
 
-def typed(home: Path, name: str, way: str, *starter: str, more: tuple[str, ...] = ()) -> tuple[str, Path]:
-    words = overrides(home, name, way, "callbacks.progress.every=6", *more)
+def typed(home: Path, name: str, way: str, *starter: str) -> tuple[str, Path]:
+    words = overrides(home, name, way, "callbacks.progress.every=6")
     command = [sys.executable, *starter, str(ROOT / "train.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -298,10 +272,6 @@ def test_lightning_starts_ranks_by_itself(home: Path):
     output, folder = typed(home, "lightning", "lightning")
     assert output.count("model    gsm") == output.count("step 12/12") == 1
     assert read_checkpoint(folder)[STATE]["world"] == 2
-    output, folder = typed(home, "lightning", "lightning", more=("trainer.max_steps=3",))
-    assert output.count("An earlier run in this folder was moved to") == 1
-    assert len(list((home / "logs/.replaced/lightning/gsm").iterdir())) == 1
-    assert read_checkpoint(folder)["global_step"] == 3
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")

@@ -1,4 +1,4 @@
-"""Explorer, Hugging Face, compiled loops and context parallelism can each be deleted, and the rest works as before.
+"""Explorer, Hugging Face, compiled loops and context parallelism can be deleted, all or each alone, and the rest works.
 
 Every command that a run names afterwards can be called, and the command of a deleted part ends in one sentence.
 """
@@ -41,17 +41,20 @@ OWN = {
 }
 TESTS = ("test_floors.py", "test_prompts.py", "ops/test_dispatch.py")
 TRAIN = "size=pico data=needle seeds=1 jobs=1 trainer=cpu trainer.max_steps=2 data.validation_sequences=2 sample=false"
+TRAIN += " callbacks.pictures=null"
 IMPORTED = "import gsm, gsm_kernels; print(gsm.__file__)"
 
 
-@pytest.fixture(params=PARTS)
-def part(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(
+    params=[tuple(PARTS), *(pytest.param((part,), marks=pytest.mark.nightly) for part in PARTS)], ids=" and ".join
+)
+def parts(request: pytest.FixtureRequest) -> tuple[str, ...]:
     return request.param
 
 
 @pytest.fixture
-def rest(part: str, tmp_path: Path) -> Path:
-    """A copy of the repository without one of the parts."""
+def rest(parts: tuple[str, ...], tmp_path: Path) -> Path:
+    """A copy of the repository without these parts."""
     ignored = shutil.ignore_patterns("__pycache__", "logs", ".*")
     for name in COPIED:
         source = ROOT / name
@@ -59,14 +62,14 @@ def rest(part: str, tmp_path: Path) -> Path:
             shutil.copytree(source, tmp_path / name, ignore=ignored)
         else:
             shutil.copy(source, tmp_path / name)
-    folder, line, _ = PARTS[part]
-    shutil.rmtree(tmp_path / folder)
-    if line is not None:
-        path, start = tmp_path / line[0], line[1]
-        lines = path.read_text().splitlines(keepends=True)
-        others = [one for one in lines if not one.startswith(start)]
-        assert len(others) == len(lines) - 1, f"{path} names the part in one line"
-        path.write_text("".join(others))
+    for folder, line, _ in (PARTS[part] for part in parts):
+        shutil.rmtree(tmp_path / folder)
+        if line is not None:
+            path, start = tmp_path / line[0], line[1]
+            lines = path.read_text().splitlines(keepends=True)
+            others = [one for one in lines if not one.startswith(start)]
+            assert len(others) == len(lines) - 1, f"{path} names the part in one line"
+            path.write_text("".join(others))
     return tmp_path
 
 
@@ -94,7 +97,7 @@ def test_only_a_part_s_own_tests_import_it(package: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1300)
-def test_a_part_can_be_deleted_and_the_rest_works(rest: Path, part: str) -> None:
+def test_parts_can_be_deleted_and_the_rest_works(rest: Path, parts: tuple[str, ...]) -> None:
     tests = [str(rest / "tests" / name) for name in TESTS]
     assert run(rest, "-c", IMPORTED).startswith(str(rest / "src")), "the copy is what runs"
     run(rest, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not nightly", *tests)
@@ -104,10 +107,8 @@ def test_a_part_can_be_deleted_and_the_rest_works(rest: Path, part: str) -> None
         run(rest, script, "--help")
     (checkpoint,) = rest.glob("logs/**/last.ckpt")
     assert "nats per token" in run(rest, "evaluate.py", f"checkpoint={checkpoint}", "device=cpu")
-    if script := PARTS[part][2]:
-        done = call(rest, script, "checkpoint=nano")
-        assert done.returncode == 1
-        assert (
-            done.stderr
-            == f"error: this command needs {PARTS[part][0]}, which has been deleted. Use a whole copy of GSM.\n"
-        )
+    for folder, _, script in (PARTS[part] for part in parts):
+        if script:
+            done = call(rest, script, "checkpoint=nano")
+            assert done.returncode == 1
+            assert done.stderr.startswith(f"error: this command needs {folder}, which has been deleted. Use a whole ")

@@ -298,7 +298,7 @@ class Dropping(Bigram):
         return SimpleNamespace(loss=out.loss * (1 + noise * torch.rand(())), losses={}, metrics={}, load_LE=None)
 
 
-@pytest.mark.parametrize("steps", [5, 6, 8, 10])
+@pytest.mark.parametrize("steps", [5, 6, 10])
 def test_a_resumed_run_draws_the_same_numbers_and_logs_the_same_means(tmp_path: Path, text: TextData, steps: int):
     def run(name: str, stop: int = 12, resume: Path | None = None) -> Path:
         torch.manual_seed(0), random.seed(0), np.random.seed(0)
@@ -314,26 +314,6 @@ def test_a_resumed_run_draws_the_same_numbers_and_logs_the_same_means(tmp_path: 
     straight = run("straight").read_text()
     run("resumed", steps)
     assert run("resumed", resume=tmp_path / "last.ckpt").read_text() == straight
-
-
-@pytest.mark.parametrize("interrupted_after", [5, 6], ids=["between validations", "at a validation"])
-def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path, text: TextData, interrupted_after: int):
-    def run(steps: int, resume: Path | None = None) -> LanguageModeling:
-        torch.manual_seed(0)
-        task = make_task()
-        saving = [Throughput(), Latest(tmp_path / "last.ckpt", minutes=1e-9)]
-        trainer = make_trainer(tmp_path, 12, saving, limit_val_batches=1)
-        if steps < 12:
-            trainer.callbacks.append(StopAfter(steps))
-        trainer.fit(task, datamodule=text, ckpt_path=resume, weights_only=True)
-        assert trainer.global_step == steps
-        return task
-
-    straight = run(12).model.state_dict()
-    run(interrupted_after)
-    resumed = run(12, tmp_path / "last.ckpt").model.state_dict()
-    for name, value in straight.items():
-        assert torch.equal(value, resumed[name]), f"{name} differs after the interruption"
 
 
 def test_the_last_checkpoint_is_of_the_last_step_even_if_it_is_not_the_best(tmp_path: Path):

@@ -236,22 +236,6 @@ def test_an_attempt_that_fails_otherwise_is_tried_again_by_the_same_command(
     assert Pretends.started == [attempt("high", "0.002"), "high/seed0"]
 
 
-def test_an_interrupted_grid_goes_on_where_it_was(asked: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch):
-    whole, whole_run = [*FIRST, "low/seed0", "high/seed0"], Pretends.run
-
-    def killed(self: Pretends, run: Run) -> int:
-        if len(self.started) == 2:
-            raise KeyboardInterrupt
-        return whole_run(self, run)
-
-    monkeypatch.setattr(Pretends, "run", killed)
-    with pytest.raises(KeyboardInterrupt):
-        train_all(asked("seeds=1"))
-    monkeypatch.setattr(Pretends, "run", whole_run)
-    train_all(asked("seeds=1"))
-    assert Pretends.started == whole
-
-
 def test_an_unfinished_attempt_starts_over_with_resume_never(
     asked: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch
 ):
