@@ -18,10 +18,11 @@ from small import build, random_tokens
 from test_train_cli import arguments
 
 from gsm.config.compose import compose
-from gsm.evaluation import commands
+from gsm.evaluation import commands, losses
 from gsm.evaluation import held_out as script
 from gsm.evaluation.checkpoints import progress
-from gsm.evaluation.held_out import HeldOut, buckets, distances, measure, token_losses
+from gsm.evaluation.held_out import HeldOut
+from gsm.evaluation.losses import buckets, distances, measure, token_losses
 from gsm.paths import ROOT
 from gsm.span import document_positions
 from gsm.training.run import train
@@ -56,7 +57,7 @@ def test_losses_are_the_models_own_whatever_the_size_of_a_chunk(monkeypatch: pyt
     whole = model(batch["tokens"], documents=batch["documents"], targets=batch["targets"])
     counted = batch["targets"] != -100
     for scratch in (1 << 24, 23 * 4 + 5):
-        monkeypatch.setattr(script, "SCRATCH", scratch)
+        monkeypatch.setattr(losses, "SCRATCH", scratch)
         loss_BT = token_losses(model, batch)
         assert loss_BT.dtype == torch.float64
         assert (loss_BT[~counted] == 0).all()
@@ -173,7 +174,7 @@ def test_the_standard_error_is_the_spread_of_means_of_as_many_sequences():
     repeats, count = 4000, 30
     weight = torch.randint(5, 15, (repeats, count), generator=drawn).double()
     value = weight * 2 + torch.randn(repeats, count, dtype=torch.float64, generator=drawn) * weight.sqrt()
-    found = [script._ratio(v, w) for v, w in zip(value, weight, strict=True)]
+    found = [losses._ratio(v, w) for v, w in zip(value, weight, strict=True)]
     means, errors = (torch.tensor(column) for column in zip(*found, strict=True))
     assert float(means.std()) == pytest.approx(float(errors.mean()), rel=0.05)
 

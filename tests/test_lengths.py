@@ -18,8 +18,8 @@ from gsm.config.command_line import whole_numbers
 from gsm.config.compose import compose
 from gsm.data.packing import DOCUMENTS
 from gsm.evaluation import commands, lengths
-from gsm.evaluation.held_out import token_losses
 from gsm.evaluation.lengths import Lengths, score
+from gsm.evaluation.losses import token_losses
 from gsm.experiments.compare import compare
 from gsm.intervals import over_windows
 from gsm.training.run import train

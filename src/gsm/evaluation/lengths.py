@@ -29,7 +29,8 @@ from gsm.data.module import TextData
 from gsm.errors import within
 from gsm.evaluation import paper
 from gsm.evaluation.checkpoints import Trained
-from gsm.evaluation.held_out import HeldOut, open_data, read_documents, row_losses
+from gsm.evaluation.held_out import HeldOut, open_data, read_documents
+from gsm.evaluation.losses import row_losses
 from gsm.evaluation.measure import Measure, publish, write
 from gsm.evaluation.results import Progress, Results, by_arm, silent
 from gsm.intervals import over_questions, over_windows

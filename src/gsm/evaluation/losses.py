@@ -1,0 +1,180 @@
+"""Losses of a model on sequences: as a whole, by the number of tokens before a token in its document, and of tokens
+that complete a bigram seen before in the document.
+
+B sequences, T positions, N rows of all sequences, S sequences with sums of their own, P buckets, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from gsm.errors import within
+from gsm.models.base import LanguageModel, Output
+from gsm.models.checks import IGNORED
+from gsm.shapes import promoted
+from gsm.span import document_positions
+
+SCRATCH = 1 << 24  # logits at a time: 64 MB of float32
+
+
+@torch.no_grad()
+def measure(
+    model: LanguageModel,
+    sequences: Iterable[Mapping[str, Tensor]],
+    *,
+    batch_size: int = 8,
+    token_bytes_V: Any = None,
+    document_S: Any = None,
+) -> dict[str, Any]:
+    """Measure a model on sequences; the model stays in its mode.
+
+    The position of a target is the number of tokens before the token that it is predicted from, of the same document in
+    the same sequence: the most that a model can remember there.
+
+    The bigram of a target is the token that it is predicted from, and the target. If it has occurred before in the same
+    document of the same sequence, a model can recall the target (Arora et al., 2023, "Zoology"); its distance is the
+    number of tokens since it last did.
+
+    The standard error of a mean s / n, both summed over sequences, is sqrt(S / (S - 1) sum (s_i - n_i s / n)^2) / n. It
+    takes sequences as independent: where many come from one document, it is too small.
+
+    Args:
+        model: the model, on the device that it is to run on.
+        sequences: ``tokens``, ``targets`` (-100: none) and ``documents``, int64 [T] each, of equal length.
+        batch_size: sequences at a time.
+        token_bytes_V: bytes of text of each id, for bits per byte.
+        document_S: int64, the document that each sequence begins in.
+
+    Returns:
+        ``loss``: mean over all targets, nats per token; ``perplexity``: exp(loss); ``bits_per_byte`` of the text of the
+        targets (None: without bytes); ``loss_error``, ``bits_per_byte_error``: standard errors over sequences, None
+        for a single one; ``targets``, ``sequences``: their numbers; ``by_document``: the summed loss and
+        the bytes of each document, in order (None without documents or bytes); ``by_position``: the buckets 0, 1,
+        2 to 3, 4 to 7, ... that hold targets, each with ``first`` and ``last`` position, ``targets``, ``loss`` and
+        ``error``; and ``by_bigram``: the same by the distance of the target's bigram, 0 for a bigram that is new.
+
+    Raises:
+        ValueError: there are no sequences or no targets, or a value is out of range.
+    """
+    within(1, batch_size=batch_size)
+    bytes_V = None if token_bytes_V is None else torch.as_tensor(token_bytes_V, dtype=torch.float64)
+    with model.evaluating():
+        sums = [_sums(model, batch, bytes_V) for batch in _batches(sequences, batch_size)]
+    if not sums:
+        raise ValueError("there are no sequences to evaluate on; give at least one")
+    loss_SP, count_SP, bigram_SP, bigram_count_SP, bytes_S = (torch.cat(part) for part in zip(*sums, strict=True))
+    if not count_SP.sum():
+        raise ValueError("no sequence has a target to evaluate (all are ignored); give longer documents")
+    loss, loss_error = _ratio(loss_SP.sum(1), count_SP.sum(1))
+    has_bytes = bool(bytes_S.sum() > 0)
+    bits, bits_error = _ratio(loss_SP.sum(1) / math.log(2), bytes_S) if has_bytes else (None, None)
+    return {
+        **{"loss": loss, "loss_error": loss_error, "perplexity": math.exp(min(loss, 700.0))},
+        **{"bits_per_byte": bits, "bits_per_byte_error": bits_error},
+        **{"targets": int(count_SP.sum()), "sequences": len(count_SP), "by_position": _spans(loss_SP, count_SP)},
+        "by_bigram": _spans(bigram_SP, bigram_count_SP),
+        "by_document": _by_document(document_S, loss_SP.sum(1), bytes_S) if has_bytes else None,
+    }
+
+
+def _spans(loss_SP: Tensor, count_SP: Tensor) -> list[dict[str, Any]]:
+    """Return the buckets that hold targets, with their mean losses."""
+    spans = []
+    for p in range(count_SP.shape[1]):
+        if count_SP[:, p].any():
+            mean, error = _ratio(loss_SP[:, p], count_SP[:, p])
+            span = {"first": (1 << p) >> 1, "last": max(0, (1 << p) - 1), "targets": int(count_SP[:, p].sum())}
+            spans.append({**span, "loss": mean, "error": error})
+    return spans
+
+
+def _by_document(document_S: Any, loss_S: Tensor, bytes_S: Tensor) -> list[list[float]] | None:
+    """Return the summed loss and the bytes of each document that has sequences."""
+    if document_S is None:
+        return None
+    order_S = torch.unique(torch.as_tensor(document_S), return_inverse=True)[1]
+    sums = torch.zeros(int(order_S.max()) + 1, 2, dtype=torch.float64)
+    return sums.index_add(0, order_S, torch.stack([loss_S, bytes_S.double()], dim=1)).tolist()
+
+
+def token_losses(model: LanguageModel, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the cross-entropy of every target in nats, at least float32 [B, T]; 0 without a target.
+
+    Logits are made for a part of the rows at a time.
+
+    Args:
+        model: the model.
+        batch: ``tokens``, ``targets`` and ``documents``, int64 [B, T], on the model's device.
+    """
+    out = model(batch["tokens"], documents=batch["documents"])
+    return row_losses(out, batch["targets"], model.vocabulary)
+
+
+def row_losses(out: Output, targets_BR: Tensor, vocabulary: int) -> Tensor:
+    """Return the same for the output of a model for these rows, at least float32 [B, R]."""
+    hidden_ND, target_N = out.hidden_BRD.flatten(0, 1), targets_BR.flatten()
+    step = max(1, SCRATCH // vocabulary)
+    losses = [
+        cross_entropy(promoted(out.head(rows_ND)), wanted_N, ignore_index=IGNORED, reduction="none")
+        for rows_ND, wanted_N in zip(hidden_ND.split(step), target_N.split(step), strict=True)
+    ]
+    return torch.cat(losses).view_as(targets_BR)
+
+
+def distances(token_BT: Tensor, target_BT: Tensor, documents_BT: Tensor) -> Tensor:
+    """Return the number of tokens since the bigram of a token and its target last occurred in the same document and the
+    same sequence, int64 [B, T]; 0: it did not, or the target is not the next token."""
+    index_BT = torch.arange(token_BT.shape[1], device=token_BT.device).expand_as(token_BT)
+    next_BT = torch.cat([token_BT[:, 1:], target_BT[:, -1:]], dim=1)
+    start_BT, size = index_BT - document_positions(documents_BT), int(max(token_BT.max(), target_BT.max())) + 1
+    bigram_BT, order_BT = ((start_BT * size + token_BT) * size + next_BT).sort(dim=1, stable=True)
+    since_BT = torch.zeros_like(order_BT)
+    since_BT[:, 1:] = order_BT.diff(dim=1).where(bigram_BT[:, 1:] == bigram_BT[:, :-1], 0)
+    return torch.zeros_like(since_BT).scatter(1, order_BT, since_BT).where(target_BT == next_BT, 0)
+
+
+def buckets(position_BT: Tensor) -> Tensor:
+    """Return the geometric bucket of each position: 0 for 0, 1 for 1, 2 for 2 and 3, 3 for 4 to 7, ..."""
+    return torch.frexp(position_BT.double()).exponent.long()
+
+
+def _batches(sequences: Iterable[Mapping[str, Tensor]], size: int) -> Iterator[dict[str, Tensor]]:
+    """Yield sequences stacked, up to ``size`` at a time."""
+    iterator = iter(sequences)
+    while rows := list(islice(iterator, size)):
+        yield {name: torch.stack([row[name] for row in rows]) for name in ("tokens", "targets", "documents")}
+
+
+def _sums(model: LanguageModel, batch: dict[str, Tensor], bytes_V: Tensor | None) -> tuple[Tensor, ...]:
+    """Return for each sequence of a batch the summed loss and the number of targets by bucket of positions and by
+    bucket of bigrams, float64 [S, P], and its bytes [S]."""
+    device = model.embedding.weight.device
+    loss_BT = token_losses(model, {name: value.to(device) for name, value in batch.items()}).double().cpu()
+    counted_BT = batch["targets"] != IGNORED
+    empty_SP, sums = torch.zeros(len(loss_BT), 64, dtype=torch.float64), []
+    since_BT = distances(batch["tokens"], batch["targets"], batch["documents"])
+    for bucket_BT in map(buckets, (document_positions(batch["documents"]), since_BT)):
+        for value_BT in (loss_BT.where(counted_BT, 0), counted_BT.double()):
+            sums.append(empty_SP.scatter_add(1, bucket_BT, value_BT))
+    if bytes_V is None:
+        return *sums, empty_SP[:, 0]
+    return *sums, (bytes_V[batch["targets"].clamp(min=0)] * counted_BT).sum(1)
+
+
+def _ratio(sum_S: Tensor, weight_S: Tensor) -> tuple[float, float | None]:
+    """Return sum / weight over all sequences of a positive weight, and its standard error."""
+    counted_S = weight_S > 0
+    sum_S, weight_S = sum_S[counted_S], weight_S[counted_S]
+    mean = sum_S.sum() / weight_S.sum()
+    count = len(sum_S)
+    if count < 2:
+        return float(mean), None
+    residual_S = sum_S - mean * weight_S
+    return float(mean), float((count / (count - 1) * residual_S.square().sum()).sqrt() / weight_S.sum())
