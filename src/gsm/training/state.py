@@ -40,10 +40,13 @@ def refuse_other_state(path: Path, task: LanguageModeling, precision: str | None
     optimizer = task.optimizer.build(model.parameter_groups())
     names = {id(parameter): f"model.{name}" for name, parameter in model.named_parameters()}
     trained = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    ordered = checkpoint.get(shards.FOLDER, {}).get("names", trained)  # parts go by the names that they were given
+    ordered, tensors = trained, {}
     try:
-        tensors = {} if shards.FOLDER in checkpoint else shards.take_apart(checkpoint, ordered)[0]
-        kinds = shards.kinds(checkpoint, path) if shards.FOLDER in checkpoint else _described(tensors)
+        if shards.FOLDER in checkpoint:  # each rank reads its own share of the parts, by the names in the checkpoint
+            ordered, kinds = checkpoint[shards.FOLDER].get("names", trained), shards.kinds(checkpoint, path)
+        else:
+            tensors = shards.take_apart(checkpoint, trained)[0]
+            kinds = _described(tensors)
         if len(ordered) != len(trained):
             raise LookupError(f"it is of {len(ordered)} parameters, and this model trains {len(trained)}")
     except (shards.DamagedParts, LookupError, TypeError, AttributeError) as error:
@@ -59,7 +62,7 @@ def refuse_other_state(path: Path, task: LanguageModeling, precision: str | None
         wrong += [f"{part} is missing" for part in ("loops", "callbacks", STATE) if not checkpoint.get(part)]
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{path} does not say where its training stood: {error!r}") from error
-    if not wrong:  # if the checkpoint is in parts, each rank reads its own share
+    if not wrong:
         wrong = [f"{name} is not finite" for name in not_finite(tensors)]
     if wrong:
         raise CheckpointError(f"training cannot go on from {path} because {few(wrong)}. Use {remedy}.")
