@@ -53,9 +53,9 @@ def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor,
     """See `gsm_kernels.linear_cross_entropy`."""
     learned, wants = (hidden_ND, weight_VD), (learns(hidden_ND), learns(weight_VD))
     with torch.no_grad():
-        total, *grads = _operator(*learned, target_N, ignore_index, *wants)
+        loss_N, *grads = _operator(*learned, target_N, ignore_index, *wants)
         count = (target_N != ignore_index).sum().clamp(min=1)
-        loss, factor = total / count, 1 / (count * _lift(hidden_ND.dtype))
+        loss, factor = loss_N.sum() / count, 1 / (count * _lift(hidden_ND.dtype))
     return with_gradients(loss, learned, grads, factor)
 
 
@@ -74,13 +74,13 @@ def chunk_rows(vocabulary: int) -> int:
 def _chunks(
     hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, ignore_index: int, wants_hidden: bool, wants_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of all rows' losses and its gradients, times `_lift`, in float32; empty where not wanted."""
+    """The losses of the rows, and the gradients of their sum, times `_lift`; all in float32."""
     from .kernels import loss_and_gradient
 
+    loss_N, hidden_grad, weight_grad = _empty(hidden_ND, weight_VD, target_N, ignore_index, wants_hidden, wants_weight)
     hidden_ND, target_N = hidden_ND.contiguous(), target_N.contiguous()
     weight_VD = weight_VD.to(hidden_ND.dtype).contiguous()
     (count, _), vocabulary = hidden_ND.shape, weight_VD.shape[0]
-    loss_N, hidden_grad, weight_grad = _empty(hidden_ND, weight_VD, wants_hidden, wants_weight)
     weight_grad.zero_()
     step = min(chunk_rows(vocabulary), count)
     logit_RV = loss_N.new_empty(step, cdiv(vocabulary, 64) * 64)  # rows begin at a multiple of 256 bytes
@@ -96,23 +96,19 @@ def _chunks(
             _multiply(grad_RV[:size, :vocabulary], weight_VD, hidden_grad[rows])
         if wants_weight:
             _add_product(weight_grad, grad_RV[:size, :vocabulary].T, hidden_ND[rows])
-    return loss_N.sum(), hidden_grad, weight_grad
+    return loss_N, hidden_grad, weight_grad
 
 
-def _shapes(
+def _empty(
     hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, ignore_index: int, wants_hidden: bool, wants_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    loss_N, hidden_grad, weight_grad = _empty(hidden_ND, weight_VD, wants_hidden, wants_weight)
-    return loss_N.new_empty(()), hidden_grad, weight_grad
-
-
-_operator = register("linear_cross_entropy", _chunks, _shapes, outputs=3)
-
-
-def _empty(hidden_ND: Tensor, weight_VD: Tensor, wants_hidden: bool, wants_weight: bool) -> tuple[Tensor, ...]:
-    """Room for the losses of the rows and for the gradients, in float32."""
+    """Results of `_chunks` without data; a gradient that is not wanted has no elements."""
     shapes = hidden_ND.shape[:1], hidden_ND.shape if wants_hidden else (0,), weight_VD.shape if wants_weight else (0,)
-    return tuple(torch.empty(shape, dtype=torch.float32, device=hidden_ND.device) for shape in shapes)
+    loss_N, hidden_grad, weight_grad = (hidden_ND.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    return loss_N, hidden_grad, weight_grad
+
+
+_operator = register("linear_cross_entropy", _chunks, _empty, outputs=3)
 
 
 def _lift(dtype: torch.dtype) -> float:
