@@ -17,12 +17,12 @@ import pytest
 import sanitizer
 import torch
 from calls import attention, cast, every_call, gradients, hyper_connection, indexer, outputs, selection
-from check import with_reference
+from check import with_reference, with_triton
 from closeness import TOLERANCE, relative_error
 from oracles import normal
 from torch import Tensor
 
-from gsm_kernels import OPS, Op, inverse, launch, using
+from gsm_kernels import OPS, Op, inverse, launch
 from gsm_kernels.index_top_k import triton as search
 
 triton = pytest.importorskip("triton")
@@ -323,8 +323,8 @@ def results(run: Callable, call: dict) -> list[Tensor | None]:
 def wrong(op: Op, call: dict, expected: list[Tensor | None]) -> bool:
     """Whether the sanitizer finds something in the kernels that a call launches, or they compute something else."""
     try:
-        with sanitizer.watching() as report, using("triton"):
-            got = results(op, cast(call, torch.float32))
+        with sanitizer.watching() as report:
+            got = results(with_triton(op), cast(call, torch.float32))
     except Exception:
         op.retired.clear()  # or the next call would be refused, whatever its kernels
         return True
