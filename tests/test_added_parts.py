@@ -23,6 +23,7 @@ SHOWN = [
     ("decoder", "Adding a reader", "src/gsm/slots/state_reader"),
 ]
 SMALLER = "size=pico trainer=cpu trainer.max_steps=2 ++data.validation_sequences=2 ngrams=false sample=false"
+SMALLER += " callbacks.pictures=null"
 
 
 @pytest.mark.slow

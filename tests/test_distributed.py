@@ -14,7 +14,7 @@ import pytest
 import ranks
 import torch
 from short_runs import arguments
-from small import SHALLOW, assert_same, build, mostly_nightly
+from small import SHALLOW, assert_same, build
 from torch.utils.data import DataLoader
 
 from gsm.config.check import ConfigError
@@ -130,15 +130,15 @@ def test_shares_may_be_recomputed_or_travel_in_bfloat16_and_all_ranks_count_what
         assert accuracy == pytest.approx(right / counted, rel=1e-6) and right > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", mostly_nightly(TRAINED, BASELINE_MOE))
-@pytest.mark.parametrize("strategy", mostly_nightly(["ddp", "fsdp"], "fsdp"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", TRAINED)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_they_still_are_after_ten_steps(processes: Any, tmp_path: Path, case: str, strategy: str):
     assert_same_weights(*alone_and_together(processes, tmp_path, case, strategy))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", mostly_nightly(["ddp", "fsdp"], "fsdp"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_in_float32_they_begin_with_the_same_gradients_and_arrive_at_the_same_loss(
     processes: Any, tmp_path: Path, strategy: str
 ):

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import tiny_text
-from short_runs import BYTES, SIZES
+from short_runs import BYTES, NO_PICTURES, SIZES
 from test_experiment import TOY, configs, place, read_csv, until
 
 from gsm.experiments.table import read_runs
 from gsm.paths import ROOT
 
 TINY = [*SIZES, *BYTES, "data.batch_size=2", "data.validation_sequences=3"]
-TINY += ["trainer=cpu", "ngrams=false", "sample=false"]
+TINY += ["trainer=cpu", "ngrams=false", "sample=false", NO_PICTURES]
 
 
 @pytest.mark.slow

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
 import torch
+from short_runs import NO_PICTURES
 from small import RATIO, W, build, random_tokens
 
 import gsm
@@ -24,7 +28,7 @@ from gsm.paths import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 BRIEF = ("trainer.max_steps=4", "trainer.val_check_interval=2", "trainer.log_every_n_steps=1")
-BRIEF += ("data.validation_sequences=4",)
+BRIEF += ("data.validation_sequences=4", NO_PICTURES)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -35,24 +39,34 @@ def test_a_notebook_is_kept_without_output(path: Path):
             assert len(cell.source.splitlines()) <= 12, "what is longer belongs into gsm.notebook"
 
 
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
+    """A kernel that has its imports done after the first notebook, and its cache, which is empty."""
+    for needed in ("ipykernel", "matplotlib", "nbclient"):
+        pytest.importorskip(needed)
+    from nbclient.util import run_sync
+
+    manager, cache = pytest.importorskip("jupyter_client").AsyncKernelManager(), tmp_path_factory.mktemp("cache")
+    # More threads than cores would wait for one another.
+    run_sync(manager.start_kernel)(env={**os.environ, "GSM_CACHE": str(cache), "OMP_NUM_THREADS": "1"})
+    yield manager, cache
+    run_sync(manager.shutdown_kernel)(now=True)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # a busy machine is no mistake of a notebook's
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_and_draws(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """With an empty cache: nothing that it looks at has to be trained first."""
-    monkeypatch.setenv("GSM_CACHE", str(tmp_path))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # more threads than cores wait for one another
-    run(path)
-    assert not (tmp_path / "notebook").exists()
+def test_a_notebook_runs_and_draws(path: Path, kernel: tuple[Any, Path]):
+    """Every cell that shows something leaves a picture, and nothing that it looks at has to be trained first."""
+    from nbclient import NotebookClient
 
-
-def run(path: Path) -> None:
-    """Executes a notebook in a kernel of its own; every cell that shows something has to leave a picture."""
-    for needed in ("ipykernel", "matplotlib"):
-        pytest.importorskip(needed)
-    client = pytest.importorskip("nbclient")
+    manager, cache = kernel
     notebook = nbformat.read(path, as_version=4)
-    client.NotebookClient(notebook, timeout=None, resources={"metadata": {"path": str(path.parent)}}).execute()
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(f"%reset -f\n%cd -q {path.parent}"))
+    client = NotebookClient(notebook, km=manager, timeout=None)
+    client.execute()
+    client.kc.stop_channels()
+    assert not (cache / "notebook").exists()
     for cell in notebook.cells:
         if "show_" in cell.source and cell.cell_type == "code":
             shown = {kind for output in cell.outputs for kind in output.get("data", {})}

@@ -20,7 +20,7 @@ from gsm.data import ids, tokens
 from gsm.data.module import TextData
 
 pytestmark = pytest.mark.slow
-PROCESSES, KILLED = 20, 6
+PROCESSES, KILLED = 8, 3
 MADE = ("Training a BPE", "Encoding the train split", "Encoding the validation split")  # what is logged when it is done
 OPTIONS: dict[str, Any] = {"vocabulary": 300, "context": 512, "batch_size": 4}
 
@@ -104,7 +104,7 @@ def alone(processes: Any, text: Path, tmp_path_factory: pytest.TempPathFactory) 
     return ids, files_in(cache)
 
 
-def test_twenty_processes_encode_a_text_once(processes: Any, text: Path, tmp_path: Path, alone: tuple[str, set[str]]):
+def test_eight_processes_encode_a_text_once(processes: Any, text: Path, tmp_path: Path, alone: tuple[str, set[str]]):
     codes, said = all_at_once(processes, PROCESSES, text, tmp_path)
     assert codes == [0] * PROCESSES
     assert ({ids for ids, _ in said}, files_in(tmp_path)) == ({alone[0]}, alone[1])

@@ -146,9 +146,9 @@ def test_blocks_can_be_recomputed(processes: Any, recompute: bool | str):
     assert ranks.together(processes, 2, compare_all, cases, [41], ["packed"], options) == [0] * 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", mostly_nightly(["gsm", MOE, "baseline-feed_forward=moe", "gated_delta_net"], MOE))
-@pytest.mark.parametrize("world", mostly_nightly([2, 4], 4))  # 4: two groups of two, each with sequences of its own
+@pytest.mark.nightly  # test_shared_experts trains in pieces by day, with shared experts
+@pytest.mark.parametrize("case", ["gsm", MOE, "baseline-feed_forward=moe", "gated_delta_net"])
+@pytest.mark.parametrize("world", [2, 4])  # 4: two groups of two, each with sequences of its own
 def test_ranks_train_as_one_does(processes: Any, tmp_path: Path, case: str, world: int):
     assert ranks.together(processes, 1, ranks.trained, case, "auto", tmp_path, 5) == [0]
     given = {"context": 2}
