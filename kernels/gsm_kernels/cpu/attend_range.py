@@ -24,7 +24,7 @@ LINE = 16  # channels that are computed at once
 
 
 def refuses(inputs: Inputs) -> str | None:
-    """Why this call is not for the loops."""
+    """Return why this call is not for the loops."""
     query, key, value = inputs[:3]
     if query.shape[1] > ROWS:
         return f"is for at most {ROWS} rows, got {query.shape[1]}"

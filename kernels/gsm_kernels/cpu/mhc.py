@@ -22,7 +22,7 @@ LEAST = 64  # tokens that are worth a thread
 
 
 def refuses(inputs: Inputs) -> str | None:
-    """Why this call is not for the loops."""
+    """Return why this call is not for the loops."""
     if inputs.streams_BRXD.shape[2] != STREAMS:
         return f"made for {STREAMS} streams, got {inputs.streams_BRXD.shape[2]}"
     return unfit(*inputs[:5])

@@ -26,7 +26,7 @@ from . import grouped_mm, reference
 
 
 def check(x_MD: Tensor, weight_END: Tensor, end_E: Tensor) -> None:
-    """Raises ValueError, in one sentence, if a letter has two sizes."""
+    """Raise ValueError, in one sentence, if a letter has two sizes."""
     agree("grouped_linear", x_MD=x_MD, weight_END=weight_END, end_E=end_E)
 
 

@@ -27,7 +27,7 @@ def missing() -> str | None:
 
 
 def refuses(x_MD: Tensor, weight_END: Tensor, end_E: Tensor) -> str | None:
-    """Why this call is not for it."""
+    """Return why this call is not for it."""
     if not x_MD.is_cuda:
         return f"needs tensors on a GPU, got {x_MD.device.type}"
     if {x_MD.dtype, weight_END.dtype} != {torch.bfloat16}:

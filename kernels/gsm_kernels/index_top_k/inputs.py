@@ -49,7 +49,7 @@ def chosen(*arguments: Any) -> Tensor:
 
 
 def check(op: str, count: str, inputs: Inputs) -> None:
-    """Raises ValueError, in one sentence, if a letter has two sizes, or k (by the name `count`) or block is below 1."""
+    """Raise ValueError, in one sentence, if a letter has two sizes, or k (by the name `count`) or block is below 1."""
     agree(op, inputs)
     fits = inputs.k >= 1 and inputs.block >= 1
     require(op, fits, f"{count} = {inputs.k} and block = {inputs.block} must be at least 1")

@@ -42,7 +42,7 @@ MOST = 16384  # slots or blocks among which it can choose
 
 
 def refuses(inputs: Inputs) -> str | None:
-    """Why this call is not for the kernels."""
+    """Return why this call is not for the kernels."""
     slots = inputs.key_BFI.shape[1]
     group = group_size(slots)
     if max(inputs.k * group, slots // group) > MOST or group > 64:
@@ -51,7 +51,7 @@ def refuses(inputs: Inputs) -> str | None:
 
 
 def refuses_pool(inputs: Inputs) -> str | None:
-    """Why this call is not for the kernels."""
+    """Return why this call is not for the kernels."""
     slots, blocks, block = inputs.key_BFI.shape[1], inputs.k, inputs.block
     if max(blocks, cdiv(slots, block)) > MOST:
         return f"chooses among {MOST} blocks, got {slots} slots in blocks of {block} and {blocks} to choose"

@@ -58,6 +58,6 @@ class Inputs(NamedTuple):
 
 
 def check(inputs: Inputs) -> None:
-    """Raises ValueError, in one sentence, if shapes do not fit, as in `attend`, or block is below 1."""
+    """Raise ValueError, in one sentence, if shapes do not fit, as in `attend`, or block is below 1."""
     check_window("indexer_kl", inputs)
     require("indexer_kl", inputs.block >= 1, f"block = {inputs.block} must be at least 1")

@@ -36,7 +36,7 @@ LOG2E = 1.4426950408889634
 
 
 def refuses(inputs: Inputs) -> str | None:
-    """Why this call is not for the kernels."""
+    """Return why this call is not for the kernels."""
     heads, channels = inputs.query_BRHC.shape[2:]
     if not 1 <= heads <= 128 or channels > 128 or channels % 2:
         return f"made for 1 to 128 heads of an even width up to 128, got {heads} of width {channels}"

@@ -25,7 +25,7 @@ from . import reference, triton
 
 
 def check(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, ignore_index: int = -100) -> None:
-    """Raises ValueError, in one sentence, if a letter has two sizes."""
+    """Raise ValueError, in one sentence, if a letter has two sizes."""
     agree("linear_cross_entropy", hidden_ND=hidden_ND, weight_VD=weight_VD, target_N=target_N)
 
 

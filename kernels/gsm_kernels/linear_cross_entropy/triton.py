@@ -41,7 +41,7 @@ BLOCK, WARPS = 8192, 32
 
 
 def refuses(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, ignore_index: int = -100) -> str | None:
-    """Why this call is not for the kernels."""
+    """Return why this call is not for the kernels."""
     if {hidden_ND.dtype, weight_VD.dtype} == {torch.bfloat16, torch.float16}:
         return "needs rows and weight in one half-precision type, got bfloat16 and float16"
     if 0 in weight_VD.shape:

@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
 
 
 def check(inputs: Inputs) -> None:
-    """Raises ValueError, in one sentence, if B, R or D has two sizes, phi, bias or scale is not made for X streams of D
+    """Raise ValueError, in one sentence, if B, R or D has two sizes, phi, bias or scale is not made for X streams of D
     channels, or rounds is below 1."""
     sizes = agree("mhc_boundary", inputs)
     streams, width = sizes["X"], sizes["D"]

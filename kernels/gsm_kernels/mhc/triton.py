@@ -47,7 +47,7 @@ SPLITS = 16  # of the tokens, for the gradient of phi: with 64 columns a program
 
 
 def refuses(inputs: Inputs) -> str | None:
-    """Why this call is not for the kernels."""
+    """Return why this call is not for the kernels."""
     if inputs.streams_BRXD.shape[2] not in STREAMS:
         return f"made for {', '.join(map(str, STREAMS))} streams, got {inputs.streams_BRXD.shape[2]}"
     if inputs.rounds > MOST_ROUNDS:
@@ -123,7 +123,7 @@ def shares_of(streams_BRXD: Tensor) -> int:
 
 
 def _few_tokens(shares: int, inputs: Inputs, results: tuple[Tensor, ...]) -> None:
-    """Writes what `forward` would, in two kernels, for few tokens with many programs for every tile."""
+    """Write what `forward` would, in two kernels, for few tokens with many programs for every tile."""
     from .kernels import finish, project
 
     streams, update, phi, bias, scale, rounds, eps, hc_eps = inputs

@@ -28,7 +28,7 @@ from . import reference, triton
 
 
 def check(value_BSC: Tensor, gate_BSC: Tensor | None, end_BF: Tensor, ratio: int) -> None:
-    """Raises ValueError, in one sentence, if a letter has two sizes, ratio is below 1, or above it without a gate."""
+    """Raise ValueError, in one sentence, if a letter has two sizes, ratio is below 1, or above it without a gate."""
     agree("pool_groups", value_BSC=value_BSC, gate_BSC=gate_BSC, end_BF=end_BF)
     require("pool_groups", ratio >= 1, f"ratio = {ratio} must be at least 1")
     require("pool_groups", ratio == 1 or gate_BSC is not None, f"ratio = {ratio} needs gate_BSC; None is for ratio 1")

@@ -21,7 +21,7 @@ LONGEST = 16  # tokens of a group: read one after the other by one program
 
 
 def refuses(value_BSC: Tensor, gate_BSC: Tensor | None, end_BF: Tensor, ratio: int) -> str | None:
-    """Why this call is not for the kernels."""
+    """Return why this call is not for the kernels."""
     if ratio > LONGEST:
         return f"pools at most {LONGEST} tokens, got ratio = {ratio}"
     return unfit(value_BSC) if gate_BSC is None else unfit(value_BSC, gate_BSC)

@@ -24,7 +24,7 @@ from . import reference, triton
 
 
 def check(x: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
-    """Raises ValueError, in one sentence, if the weight is not one number for each of the last dimension of x."""
+    """Raise ValueError, in one sentence, if the weight is not one number for each of the last dimension of x."""
     if weight.shape != x.shape[-1:]:
         shapes = f"weight of shape {tuple(weight.shape)} does not fit the last of {tuple(x.shape)}"
         raise ValueError(f"rms_norm: {shapes}")

@@ -24,7 +24,7 @@ PROGRAMS = 528  # four for each of 132 processors, so that loads of some hide th
 
 
 def refuses(x: Tensor, weight: Tensor, eps: float = 1e-6) -> str | None:
-    """Why this call is not for the kernels."""
+    """Return why this call is not for the kernels."""
     if not 0 < x.shape[-1] <= WIDEST:
         return f"holds a row in registers, at most {WIDEST} numbers and at least one, got {x.shape[-1]}"
     return unfit(x, weight)

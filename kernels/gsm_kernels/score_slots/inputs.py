@@ -25,5 +25,5 @@ class Inputs(NamedTuple):
 
 
 def check(inputs: Inputs) -> None:
-    """Raises ValueError, in one sentence, if a letter has two sizes."""
+    """Raise ValueError, in one sentence, if a letter has two sizes."""
     agree("score_slots", inputs)

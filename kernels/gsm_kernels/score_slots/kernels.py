@@ -60,7 +60,7 @@ def backward(
     batch0, row0, rows, R, F, places,
     J: tl.constexpr, I: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, KS: tl.constexpr,  # noqa: E741
 ):  # fmt: skip
-    """Writes the gradients of a row's queries and weights, and the part of each place in its key's gradient."""
+    """Write the gradients of a row's queries and weights, and the part of each place in its key's gradient."""
     line = tl.program_id(0).to(tl.int64)
     batch = batch0 + line // rows
     row = batch * R + row0 + line % rows

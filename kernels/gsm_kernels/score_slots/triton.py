@@ -26,7 +26,7 @@ MOST_HEADS = 32
 
 
 def refuses(inputs: Inputs) -> str | None:
-    """Why this call is not for the kernels."""
+    """Return why this call is not for the kernels."""
     return unlearnable(inputs.indexer) or inputs.indexer.unfit()
 
 

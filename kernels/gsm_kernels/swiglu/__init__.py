@@ -24,7 +24,7 @@ from . import reference, triton
 
 
 def check(gate: Tensor, up: Tensor, limit: float) -> None:
-    """Raises ValueError, in one sentence, if gate and up differ in shape, or the limit is not positive."""
+    """Raise ValueError, in one sentence, if gate and up differ in shape, or the limit is not positive."""
     if gate.shape != up.shape:
         raise ValueError(f"swiglu: gate {tuple(gate.shape)} and up {tuple(up.shape)} must have one shape")
     if not limit > 0:

@@ -16,7 +16,7 @@ BLOCK, WARPS = 2048, 4  # 16 bytes a thread and access, four accesses: enough of
 
 
 def refuses(gate: Tensor, up: Tensor, limit: float) -> str | None:
-    """Why this call is not for the kernels."""
+    """Return why this call is not for the kernels."""
     return unfit(gate, up)
 
 

@@ -64,7 +64,7 @@ def _room(sizes, sink_at):
 
 @part
 def _turn(vector_at, channels, pairs, cos_at, sin_at, sign):
-    """Rotates the last pairs of channels."""
+    """Rotate the last pairs of channels."""
     cos, sin = floats(cos_at, (pairs,)), floats(sin_at, (pairs,))
     pair = floats(vector_at + 4 * (channels - 2 * pairs), (pairs, 2))
     for p in range(pairs):
@@ -75,7 +75,7 @@ def _turn(vector_at, channels, pairs, cos_at, sin_at, sign):
 
 @part
 def _load(vectors_at, factor, sizes, start, count, cos_at, sin_at, natural, last):
-    """Reads the vectors of a block's rows, times a factor, and rotates them."""
+    """Read the vectors of a block's rows, times a factor, and rotate them."""
     heads, channels, pairs = sizes[2], sizes[3], sizes[4]
     _, stride, wide, _ = _shape(sizes)
     for r in range(count):
@@ -94,7 +94,7 @@ def _load(vectors_at, factor, sizes, start, count, cos_at, sin_at, natural, last
 
 @part
 def _write(mixed, factor, sizes, start, count, cos_at, sin_at, vectors_at):
-    """Rotates the vectors of a block's rows back, and writes them, each times its lane's factor."""
+    """Rotate the vectors of a block's rows back, and write them, each times its lane's factor."""
     heads, channels, pairs = sizes[2], sizes[3], sizes[4]
     lanes, _, wide, _ = _shape(sizes)
     share = floats(factor, (lanes,))
@@ -132,7 +132,7 @@ def _reach(sizes, batch, row, count, position_at, table):
 
 @part
 def _softmax(near, far, lanes, stride, score_at, table):
-    """Turns scores into exp(score - maximum), and sums these up, that of the sink included."""
+    """Turn scores into exp(score - maximum), and sum these up, that of the sink included."""
     for group in range(0, lanes, LANES):
         first, last = floats(table + 4 * group, (LANES,)), floats(table + 4 * (LAST * lanes + group), (LANES,))
         bottom = floats(table + 4 * (SINK * lanes + group), (LANES,))
@@ -186,7 +186,7 @@ def _mix(sizes, count, near, near_at, picked, weight_at, mixed):
 
 @part
 def _pick(sizes, batch, start, count, bank_at, index_at, picked):
-    """Copies the entries that a block's rows have picked; in place of a missing pick, the first entry."""
+    """Copy the entries that a block's rows have picked; in place of a missing pick, the first entry."""
     channels, slots, picks, bank_step, bank_size = sizes[3], sizes[6], sizes[7], sizes[11], sizes[12]
     _, _, wide, _ = _shape(sizes)
     index, bank = integers(index_at + 8 * start * picks, (count * picks,)), bank_at + batch * bank_step * bank_size
@@ -197,7 +197,7 @@ def _pick(sizes, batch, start, count, bank_at, index_at, picked):
 
 @part
 def _hide(sizes, start, count, index_at, bias_at, score_at):
-    """Adds the bias to the picks' scores, and hides missing picks, and the scores of lanes without a query."""
+    """Add the bias to the picks' scores, and hide missing picks, and the scores of lanes without a query."""
     heads, slots, picks = sizes[2], sizes[6], sizes[7]
     lanes, stride, _, _ = _shape(sizes)
     score, index = floats(score_at, (picks, stride)), integers(index_at + 8 * start * picks, (count, picks))
@@ -217,7 +217,7 @@ def _hide(sizes, start, count, index_at, bias_at, score_at):
 
 @part
 def _weights(sizes, batch, row, count, given, room):
-    """Fills in a block's room; returns its first entry, how many there are, and where they lie."""
+    """Fill in a block's room; return its first entry, how many there are, and where they lie."""
     query_at, window_at, bank_at, index_at, bias_at, position_at, cos_at, sin_at = given
     channels, picks, window_step, window_size = sizes[3], sizes[7], sizes[9], sizes[10]
     natural, last, copied, picked, score, table = room
@@ -245,7 +245,7 @@ def forward(
     first, last, rows, entries, heads, channels, pairs, width, slots, picks, queries, window_step, window_size,
     bank_step, bank_size, query_at, window_at, bank_at, index_at, bias_at, position_at, cos_at, sin_at, sink_at, out_at,
 ):  # fmt: skip
-    """Writes the outputs of blocks of queries. The blocks of a sequence come one after the other, then the next's."""
+    """Write the outputs of blocks of queries. The blocks of a sequence come one after the other, then the next's."""
     sizes = (rows, entries, heads, channels, pairs, width, slots, picks, queries, window_step, window_size, bank_step,
              bank_size)  # fmt: skip
     lanes, _, wide, _ = _shape(sizes)
@@ -268,7 +268,7 @@ def forward(
 
 @part
 def _score_grad(near, far, lanes, stride, score_at, grad_at, table):
-    """Divides the weights by their sums; turns the entries' products with the gradient into the scores' gradients."""
+    """Divide the weights by their sums; turn the entries' products with the gradient into the scores' gradients."""
     for group in range(0, lanes, LANES):
         total = floats(table + 4 * (TOTAL * lanes + group), (LANES,))
         mean = floats(table + 4 * (MEAN * lanes + group), (LANES,))
@@ -291,7 +291,7 @@ def _score_grad(near, far, lanes, stride, score_at, grad_at, table):
 
 @part
 def _add_picks(sizes, start, count, index_at, grad, score, query, given, into, bank_grad_at, bias_grad_at):
-    """Adds the picks of a block's rows to the gradients of the bank; writes the gradients of the bias."""
+    """Add the picks of a block's rows to the gradients of the bank; write the gradients of the bias."""
     heads, channels, slots, picks = sizes[2], sizes[3], sizes[6], sizes[7]
     _, stride, wide, _ = _shape(sizes)
     index, grads = integers(index_at + 8 * start * picks, (count, picks)), floats(grad, (picks, stride))
@@ -318,7 +318,7 @@ def backward(
     parts, part_rows, part_entries, out_grad_at, query_grad_at, window_grad_at, sink_grad_at, bank_grad_at,
     bias_grad_at,
 ):  # fmt: skip
-    """Writes the gradients of parts of sequences. Gradients of entries and sink are added to a separate buffer for each
+    """Write the gradients of parts of sequences. Gradients of entries and sink are added to a separate buffer for each
     part; a part's window begins at the first entry that its rows may see."""
     sizes = (rows, entries, heads, channels, pairs, width, slots, picks, queries, window_step, window_size, bank_step,
              bank_size)  # fmt: skip

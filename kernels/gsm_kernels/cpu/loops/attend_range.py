@@ -46,7 +46,7 @@ def _sixteen(at, count, step, numbers, size, spare):
 
 @part
 def _weigh(heads, channels, score_at, top, total, mixed):
-    """Turns scores into exp(score - largest) and adds these up; shrinks earlier sums if the largest has grown."""
+    """Turn scores into exp(score - largest) and add these up; shrink earlier sums if the largest has grown."""
     for h in range(heads):
         score, before, after = floats(score_at + 4 * h * PART, (PART,)), top[h], peak(score_at + 4 * h * PART)
         if not after <= before:
@@ -65,7 +65,7 @@ def _weigh(heads, channels, score_at, top, total, mixed):
 
 @compiled
 def combine(first, last, rows, shares, heads, channels, part_at, out_at):
-    """Writes the outputs of the rows first to last from the results of their shares; 0 where a row sees nothing."""
+    """Write the outputs of the rows first to last from the results of their shares; 0 where a row sees nothing."""
     part, out = floats(part_at, (shares, rows, heads * (channels + 2))), floats(out_at, (rows, heads, channels))
     for row in range(first, last):
         for h in range(heads):
@@ -93,7 +93,7 @@ def forward(
     first, last, rows, shares, each, slots, heads, groups, channels, size, batch_step, slot_step,
     query_at, key_at, value_at, first_at, last_at, part_at, out_at,
 ):  # fmt: skip
-    """Writes the results of items: for every head the largest score, the sum of the weights, and the weighted mixture.
+    """Write the results of items: for every head the largest score, the sum of the weights, and the weighted mixture.
     If these are all items, also the outputs of the rows. Items are the first shares of all rows, then the second."""
     shared, numbers, width, step = heads // groups, groups * channels, heads * channels, slot_step * size
     memory = np.empty(width + heads * PART + 16 * numbers, np.float32)

@@ -63,7 +63,7 @@ def _bound(score, low, high, k, held):
 
 @part
 def _choose(score, low, high, k, held, chosen_K):
-    """Writes the places in low to high of the k highest scores above -inf, ascending, then -1; where a score is not a
+    """Write the places in low to high of the k highest scores above -inf, ascending, then -1; where a score is not a
     number, -1 alone."""
     broken = False
     for f in range(low, high):

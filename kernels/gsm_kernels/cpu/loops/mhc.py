@@ -73,7 +73,7 @@ def _coefficients(first, count, number_NC, bias_C, scale_3, rounds, eps, gate, m
 
 @part
 def _sinkhorn_grad(rounds, eps, grad, matrix, divisor):
-    """Turns gradients of mixing matrices into gradients of their logits; both are overwritten. See `sinkhorn_grad`."""
+    """Turn gradients of mixing matrices into gradients of their logits; both are overwritten. See `sinkhorn_grad`."""
     for c in range(X * X):
         for n in range(GROUP):
             grad[c, n] *= matrix[c, n]
@@ -112,7 +112,7 @@ def forward(
     first, last, tokens, width, rounds, eps, hc_eps, streams_at, update_at, bias_at, scale_at,
     number_at, inverse_at, left_at, mixed_at,
 ):  # fmt: skip
-    """Writes the streams that leave, and the next site's reading of them. The numbers arrive as products with phi and
+    """Write the streams that leave, and the next site's reading of them. The numbers arrive as products with phi and
     are divided by the streams' root mean square; its inverse is written, too."""
     streams, update = floats(streams_at, (tokens, X, width)), floats(update_at, (tokens, width))
     bias_C, scale_3 = floats(bias_at, (C,)), floats(scale_at, (3,))
