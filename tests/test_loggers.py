@@ -66,6 +66,7 @@ def of_wandb(folder: Path) -> tuple[Points, dict[str, Any], list[str]]:
     return points, settings, [str(file) for file in folder.glob("wandb/offline-run-*/files/media/**/*.png")]
 
 
+@pytest.mark.slow
 def test_curves_and_hyperparameters_are_the_same_in_all_of_them(logged: Path):
     board = {tag: dict(points) for tag, points in scalars(logged).items()}
     file = read_metrics(logged / "metrics.csv")

@@ -19,6 +19,7 @@ def run(home: Path, name: str, *more: str) -> Path:
     return Path(config["folder"])
 
 
+@pytest.mark.slow
 def test_a_profile_is_of_the_steps_that_were_asked_for_and_changes_nothing(home: Path):
     watched = run(home, "watched", "profile=true", "callbacks.profile.after=2", "callbacks.profile.steps=3")
     trace = json.loads((watched / "profile/trace.json").read_text())
