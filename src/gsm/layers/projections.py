@@ -113,11 +113,11 @@ class Compressor(nn.Module):
         """Return values and gates of single tokens, concatenated. The cache stores these for an unfinished group."""
         if self.gate is None:
             return self.value(x_BTD)
-        gate_BTC = self.gate(x_BTD)
+        value_BTC, gate_BTC = self.value(x_BTD), self.gate(x_BTD)
         if self.place_bias is not None:
             bias_mC = in_dtype(self.place_bias, gate_BTC.dtype).unflatten(0, (self.ratio, -1))
             gate_BTC = gate_BTC + bias_mC[position_BT % self.ratio]
-        return torch.cat([self.value(x_BTD), gate_BTC], dim=-1)
+        return torch.cat([value_BTC, gate_BTC], dim=-1)
 
     def pool(self, seen_BEC: Tensor, slots: Slots, new: int) -> Tensor:
         """Return the latents of the groups that finish in this call.
