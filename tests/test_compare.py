@@ -377,3 +377,30 @@ def test_contents_that_no_experiment_has_written_are_named(experiment: Path):
     (experiment / "experiment.json").write_text('{"arms": -1}')
     compare(str(experiment))
     assert "experiment.json is damaged (arms is -1). Delete it" in (experiment / "comparison.md").read_text()
+
+
+def test_an_arm_without_the_number_is_named_beside_the_picture(experiment: Path, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("matplotlib")
+    write_run(experiment, "bare", 0, 0.5, cache_bytes=None)
+    compare(str(experiment), x="cache_bytes", y="accuracy")
+    assert "not in the picture of accuracy against cache_bytes" in (said := capsys.readouterr().out)
+    assert "lack one of the two: bare\n" in said
+
+
+def test_fourteen_arms_look_different():
+    assert len(set(plots.styles(map(str, range(14))).values())) == 14
+    looks = {(style.colour, style.line) for style in plots.styles(map(str, range(14))).values()}
+    assert len(looks) == 14, "lines of one colour have to differ"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("val_loss", "held-out loss (nats per token)"),
+        ("peak_memory_bytes", "peak memory (bytes)"),
+        ("data.train_tokens", "data, train (tokens)"),
+        ("parameters", "parameters"),
+    ],
+)
+def test_labels_have_units(name: str, text: str):
+    assert plots.label(name) == text

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
@@ -53,13 +54,22 @@ def hydra_node(task: Sequence[str] = (), hydra: Sequence[str] = (), name: str = 
     return SimpleNamespace(overrides=overrides, runtime=SimpleNamespace(choices={"hydra/launcher": name}), mode=None)
 
 
+class KilledAtTheSecond(InTurn):
+    """As submitit does: it raises at the first job that has not come back, whatever the others did."""
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+        for overrides in job_overrides[:2]:
+            self.run(list(overrides))
+        raise RuntimeError("job 17_1 was killed by the cluster\nits log: ...")
+
+
 @pytest.fixture
-def made(tmp_path: Path, fake: list[str], monkeypatch: pytest.MonkeyPatch) -> list[InTurn]:
-    """The launchers that Hydra was asked for."""
+def made(tmp_path: Path, fake: list[str], monkeypatch: pytest.MonkeyPatch, request: Any) -> list[InTurn]:
+    """The launchers that Hydra was asked for, of the kind that the test has as its parameter."""
     found: list[InTurn] = []
 
     def make(plugins: object, context: object, task: Callable[[DictConfig], object], config: object) -> InTurn:
-        found.append(InTurn(task))
+        found.append(getattr(request, "param", InTurn)(task))
         return found[-1]
 
     monkeypatch.setattr(Plugins, "instantiate_launcher", make)
@@ -202,3 +212,22 @@ def test_submitit_trains_an_experiment(tmp_path: Path):
     assert "2 runs go to submitit_local" in printed and "failed: lost/seed0; to try again" in printed
     assert "/nowhere" in printed
     assert [row["arm"] for row in read_csv(tmp_path)] == ["mhc"]
+
+
+@pytest.mark.parametrize("made", [KilledAtTheSecond], indirect=True)
+def test_a_launcher_that_gives_up_loses_no_run_that_was_finished(
+    tmp_path: Path, fake: list[str], made: list[InTurn], capsys: pytest.CaptureFixture[str]
+):
+    """Its reason stood below every run, as if it were the end of that run's log."""
+    place(tmp_path, "plain").mkdir(parents=True)
+    (place(tmp_path, "plain") / "fails").touch()
+    with pytest.raises(SystemExit):
+        train_all(toy(tmp_path, script=fake), "submitit_slurm")
+    printed = capsys.readouterr().out
+    assert "[1/4] mhc/seed0: finished, bits_per_byte 1.0000" in printed
+    assert "[2/4] plain/seed0: has not come to its end" in printed
+    assert printed.count("submitit_slurm ended with RuntimeError: job 17_1 was killed by the cluster") == 1
+    said = printed[printed.index("plain/seed0 failed; ") :].splitlines()
+    assert said[0].endswith("plain/seed0/train.log:") and said[3] == "  it broke, as told"
+    assert "mhc/seed1 failed; it has written no log" in said
+    assert "failed: plain/seed0, mhc/seed1, plain/seed1; to try again" in printed

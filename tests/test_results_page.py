@@ -14,7 +14,7 @@ from test_experiment import fake, place, toy
 
 from gsm.experiments.compare import compare
 from gsm.experiments.execute import train_all
-from gsm.experiments.page import Report
+from gsm.experiments.page import Report, _commands, _question
 
 __all__ = ["experiment", "fake"]  # fixtures
 
@@ -195,3 +195,29 @@ def test_pictures_are_drawn_in_the_page_once_for_light_and_dark(experiment: Path
         if name == "href" and value and value[0] == "#"
     }
     assert named <= {*ids}
+
+
+def test_the_page_says_what_is_missing(experiment: Path):
+    write_run(experiment, "paper", 3, 0.0, status="failed", steps=4, reason="FloatingPointError: the loss is nan")
+    write_run(experiment, "paper", 4, 0.0, status="running", steps=2)
+    compare(str(experiment))
+    text = Page(experiment / "comparison.html").text
+    assert "6 of 8 runs finished" in text
+    assert "paper/seed3 failed at step 4: FloatingPointError: the loss is nan" in text
+    assert "paper/seed4 running, or killed, at step 10" in text
+    assert "Not known: the first run has no .hydra/config.yaml" in text
+    assert "These runs were not started by one command" in text
+
+
+def test_commands_name_the_folders_of_yamls_that_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    hydra(tmp_path, ["experiment=mine"])
+    monkeypatch.setenv("GSM_CONFIGS", str(tmp_path))
+    assert _commands(tmp_path) == [f"python train.py --config-dir {tmp_path} experiment=mine"]
+    folders = f"{tmp_path}:{tmp_path / '.hydra'}"
+    monkeypatch.setenv("GSM_CONFIGS", folders)
+    assert _commands(tmp_path) == [f"GSM_CONFIGS={folders} python train.py experiment=mine"], "a flag is for one"
+
+
+def test_the_question_of_a_finished_experiment_does_not_say_how_long_it_takes():
+    assert _question("ablate_indexer").startswith("Should") or _question("ablate_indexer").endswith("?")
+    assert "minutes" not in _question("ablate_indexer") + _question("state_tracking")

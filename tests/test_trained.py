@@ -97,7 +97,7 @@ def test_where_nothing_was_trained_there_are_runs_to_compare(tmp_path: Path, mon
     monkeypatch.setattr(paths, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
     runs = finished_runs()
-    assert {run.arm for run in runs} == {"gsm", "delta_net", "separate_indexer"}
+    assert [run.arm for run in runs] == ["gsm", "delta_net", "separate_indexer"]
     assert all((run.folder / "metrics.csv").is_file() for run in runs)
 
 

@@ -48,14 +48,16 @@ def read_arms(arms: Any) -> dict[str, list[str]]:
     experiment that it builds on. Raises ConfigError."""
     if not isinstance(arms, Mapping) or not arms:
         raise ConfigError(
-            f"arms={arms!r} is not allowed because it maps names to overrides. Use {{plain: [model/residual=plain]}}"
+            f"arms={arms!r} is not allowed because it has to map names to overrides. Use "
+            "{plain: [model/residual=plain]}"
         )
     arms = {name: overrides for name, overrides in arms.items() if overrides is not None}
     for name, overrides in arms.items():
         _check_name("arms", str(name))
         if not isinstance(overrides, list) or not all(isinstance(line, str) for line in overrides):
             raise ConfigError(
-                f"arms.{name}={overrides!r} is not allowed because an arm is a list of overrides. Use [model=baseline]"
+                f"arms.{name}={overrides!r} is not allowed because an arm has to be a list of overrides. Use "
+                "[model=baseline]"
             )
         check_overrides(f"arms.{name}", overrides, NOT_FOR_ARMS)
     return {str(name): list(overrides) for name, overrides in arms.items()}
@@ -65,7 +67,7 @@ def parse_runs(runs: Any) -> list[Entry]:
     """Return the runs of a configuration, in its order. Raises ConfigError."""
     if not isinstance(runs, Mapping) or not runs:
         raise ConfigError(
-            f"runs={runs!r} is not allowed because it maps names to overrides. Use "
+            f"runs={runs!r} is not allowed because it has to map names to overrides. Use "
             "{train: null, extend: {after: train, data.context: 1024}}"
         )
     entries: dict[str, Entry] = {}
@@ -101,8 +103,8 @@ def _parse_entry(name: str, value: Any) -> Entry:
         return Entry(name, checkpoint=value)
     if not isinstance(value, Mapping | None):
         raise ConfigError(
-            f"runs.{name}={value!r} is not allowed because a run maps keys to values, or is the path of a checkpoint. "
-            "Use {trainer.max_steps: 100}"
+            f"runs.{name}={value!r} is not allowed because a run has to map keys to values, or to be the path of a "
+            "checkpoint. Use {trainer.max_steps: 100}"
         )
     keys = dict(value or {})
     after = keys.pop(AFTER, None)
@@ -119,8 +121,8 @@ def _parse_entry(name: str, value: Any) -> Entry:
     arguments = keys[EVALUATE] or {}
     if not isinstance(arguments, Mapping):
         raise ConfigError(
-            f"runs.{name}.evaluate={arguments!r} is not allowed because it maps arguments of evaluate.py to values. "
-            "Use {sequences: 100}"
+            f"runs.{name}.evaluate={arguments!r} is not allowed because it has to map arguments of evaluate.py to "
+            "values. Use {sequences: 100}"
         )
     lines = commands.words(flat_entries(f"runs.{name}.evaluate", arguments))
     for word in commands.choose(lines)[1]:
@@ -173,7 +175,7 @@ def read_seeds(seeds: Any) -> list[int]:
         return list(range(seeds))
     if not isinstance(seeds, list) or not seeds or any(type(seed) is not int or seed < 0 for seed in seeds):
         raise ConfigError(
-            f"seeds={seeds!r} is not allowed because seeds are a list or a number of seeds. Use [0,1,2] or seeds=3"
+            f"seeds={seeds!r} is not allowed because it has to be a list or a number of seeds. Use [0,1,2] or seeds=3"
         )
     return list(dict.fromkeys(seeds))
 
@@ -184,7 +186,8 @@ def read_columns(table: Any) -> list[str]:
         return list(COLUMNS)
     if not isinstance(table, list) or not table or not all(isinstance(column, str) for column in table):
         raise ConfigError(
-            f"table={table!r} is not allowed because it is a list of keys of summary.json. Use table=[bits_per_byte]"
+            f"table={table!r} is not allowed because it has to be a list of keys of summary.json. Use "
+            "table=[bits_per_byte]"
         )
     return table
 
