@@ -98,7 +98,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(home: Pat
     """Once it is finished, it is left as it is: it was moved aside, and trained again from the first step."""
     chance, log = random.Random(int(os.environ.get("GSM_TEST_SEED", "0"))), home / "killed.log"
     folder, deaths = home / "logs/killed/gsm/seed0", [DEATHS[kill % len(DEATHS)] for kill in range(KILLS)]
-    finished = False
+    finished, code = False, 0
     for death in [*deaths, killed_in_the_last_validation]:
         injected = partial(death, chance.randint(2, 12))
         child = started(processes, arguments(home, "killed"), log, injected)
@@ -110,8 +110,8 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(home: Pat
         if child.exitcode == 0:
             (folder / "summary.json").write_text('{"status": "running"}')  # too late: let it conclude once more
         assert child.exitcode in (0, -signal.SIGKILL), log.read_text()
-        finished = finished or child.exitcode == 0
-    assert finished or child.exitcode == -signal.SIGKILL, "the last validation is run, and kills"
+        finished, code = finished or child.exitcode == 0, child.exitcode
+    assert finished or code == -signal.SIGKILL, "the last validation is run, and kills"
     child = started(processes, arguments(home, "killed"), log, killed_once_it_is_finished)
     child.join()
     assert child.exitcode == -signal.SIGKILL, log.read_text()
