@@ -85,7 +85,8 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def pretend(config: dict[str, Any]) -> None:
     place = Path(config["folder"])
-    write_json(place / "summary.json", {"status": "finished", "steps": config["trainer"]["max_steps"]})
+    facts = {"status": "finished", "arm": config["arm"], "steps": config["trainer"]["max_steps"]}
+    write_json(place / "summary.json", facts)
     (place / "checkpoints").mkdir(exist_ok=True)
     content = {
         "format": FORMAT,
@@ -220,6 +221,17 @@ def test_a_run_that_two_arms_share_is_trained_once_in_the_folder_of_the_first(
         "one/seed0/extend",
         "one/seed0/loss",
     ]
+
+
+def test_an_arm_that_shares_its_training_has_its_own_name(asked: Callable[..., Experiment], done: list[str]):
+    """Its row was filed under the arm that had trained."""
+    made = asked(
+        "runs={train: {}, loss: {after: train, evaluate: {context: 64}}}",
+        "arms={one: [], two: ['++runs.loss.evaluate.context=32']}",
+    )
+    train_all(made)
+    assert sorted(done) == ["one/seed0/loss", "one/seed0/train", "two/seed0/loss"]
+    assert [summary(made, arm)["arm"] for arm in ("one", "two")] == ["one", "two"]
 
 
 @pytest.mark.slow

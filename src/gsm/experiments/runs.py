@@ -131,10 +131,15 @@ class Trial:
         """Write its state so far; a single run writes all by itself. Raises OSError."""
         if "" in self.runs:
             return
-        known = {"experiment": self.config["name"], "arm": self.arm, "seed": self.seed, "reason": None, **facts}
-        known[TRAINED] = self._trained()
-        if read_json(self.folder / "summary.json") != known:
-            write_json(self.folder / "summary.json", known)
+        names = {"experiment": self.config["name"], "arm": self.arm, "seed": self.seed}
+        summary = {
+            "reason": None,
+            **facts,
+            **names,
+            TRAINED: self._trained(),
+        }  # a shared run has names of the first arm
+        if read_json(self.folder / "summary.json") != summary:
+            write_json(self.folder / "summary.json", summary)
 
     def conclude(self) -> None:
         """Write the summary of its last training, with the metrics of every evaluation. Raises OSError."""
