@@ -111,4 +111,5 @@ def test_parts_can_be_deleted_and_the_rest_works(rest: Path, parts: tuple[str, .
         if script:
             done = call(rest, script, "checkpoint=nano")
             assert done.returncode == 1
-            assert done.stderr.startswith(f"error: this command needs {folder}, which has been deleted. Use a whole ")
+            refusal = f"error: this command needs {folder}, which has been deleted. Use a whole copy of GSM.\n"
+            assert done.stderr == refusal

@@ -80,12 +80,13 @@ def register(
 
     @functools.wraps(forward)
     def call(*arguments: Any, **named: Any) -> Any:
-        missing = names[len(arguments) :]
-        if any(argument not in missing for argument in named):
-            raise TypeError(
-                f"{full_name} takes {', '.join(names)}; got {len(arguments)} of them and {', '.join(named)}"
-            )
-        arguments += tuple([named[name] if name in named else defaults[name] for name in missing])
+        if named or len(arguments) < len(names):
+            missing = names[len(arguments) :]
+            if any(argument not in missing for argument in named):
+                raise TypeError(
+                    f"{full_name} takes {', '.join(names)}; got {len(arguments)} of them and {', '.join(named)}"
+                )
+            arguments += tuple([named[name] if name in named else defaults[name] for name in missing])
         learning = learns(*[arguments[place] for place in places])
         if on_cpu:
             return (op if learning or watched() else forward)(*arguments)

@@ -19,12 +19,12 @@ def with_gradients(
     Args:
         loss: a scalar, computed under `no_grad`, as all the others.
         learned: the tensors that may need a gradient.
-        grads: the gradient of each that does, in any dtype.
+        grads: a gradient of each, in any dtype; the gradient of a tensor that needs none is not used.
         factor: a scalar that multiplies them in backward; None: 1.
     """
-    pairs = [(x, grad) for x, grad in zip(learned, grads, strict=False) if learns(x)]
-    if not pairs:
+    if not learns(*learned):
         return loss
+    pairs = [(x, grad) for x, grad in zip(learned, grads, strict=True) if learns(x)]
     tensors = [tensor for pair in pairs for tensor in pair]
     return _Loss.apply(loss, torch.ones_like(loss) if factor is None else factor, *tensors)
 

@@ -115,8 +115,9 @@ def _forward(*arguments):
     batch, rows = inputs.query_BRHC.shape[:2]
     arguments = (*_read(inputs), inputs.sink_H, out_BRHC, lse_BRH, *_sizes(inputs))
     several = tile(inputs, 5 if inputs.slots else 4), tile(inputs, 5, block=32)
-    programs, candidates = batch * cdiv(rows, several[0]["QUERIES"]), {tuple(one.items()): None for one in several}
-    launch_fastest("attend.forward", forward, lambda _: (programs,), arguments, tuple(candidates), **_constants(inputs))
+    programs = batch * cdiv(rows, several[0]["QUERIES"])
+    candidates = tuple(dict.fromkeys(tuple(sizes.items()) for sizes in several))
+    launch_fastest("attend.forward", forward, lambda _: (programs,), arguments, candidates, **_constants(inputs))
     return out_BRHC, lse_BRH
 
 

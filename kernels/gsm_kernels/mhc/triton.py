@@ -123,7 +123,7 @@ def shares_of(streams_BRXD: Tensor) -> int:
 
 
 def _few_tokens(shares: int, inputs: Inputs, results: tuple[Tensor, ...]) -> None:
-    """Write what `forward` would, in two kernels, for few tokens with many programs for every tile."""
+    """Write the results of `forward`, in two kernels, for few tokens with many programs for every tile."""
     from .kernels import finish, project
 
     streams, update, phi, bias, scale, rounds, eps, hc_eps = inputs

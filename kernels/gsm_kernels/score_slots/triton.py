@@ -31,7 +31,7 @@ def refuses(inputs: Inputs) -> str | None:
 
 
 def unlearnable(indexer: Indexer) -> str | None:
-    """Why `add_gradients` is not for this indexer."""
+    """Return why `add_gradients` is not for this indexer."""
     heads = indexer.query_BRJI.shape[2]
     if heads <= MOST_HEADS or not learns(*indexer):
         return None

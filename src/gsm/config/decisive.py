@@ -1,4 +1,4 @@
-"""Keys of a configuration that change training. All others choose where a run lies, and what it shows."""
+"""Keys of a configuration that change training. All others choose the place of a run, and its output."""
 
 from __future__ import annotations
 

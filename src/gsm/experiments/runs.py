@@ -132,12 +132,8 @@ class Trial:
         if "" in self.runs:
             return
         names = {"experiment": self.config["name"], "arm": self.arm, "seed": self.seed}
-        summary = {
-            "reason": None,
-            **facts,
-            **names,
-            TRAINED: self._trained(),
-        }  # a shared run has names of the first arm
+        # The facts of a training that arms share have the name of the first arm.
+        summary = {"reason": None, **facts, **names, TRAINED: self._trained()}
         if read_json(self.folder / "summary.json") != summary:
             write_json(self.folder / "summary.json", summary)
 
