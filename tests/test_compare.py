@@ -71,7 +71,7 @@ def test_the_variant_that_leads_is_the_first_arm_of_the_experiments_description(
     arms = "arms: ${variants:model/residual,plain}\n"
     text = TOY[: TOY.index("arms:")] + arms + TOY[TOY.index("seeds:") :]
     experiment = composed(tmp_path, "seeds=1", text=text)
-    assert list(experiment.arms) == ["plain", "mhc", "mhc_two_pass"]
+    assert list(experiment.arms) == ["plain", "by_size", "mhc", "mhc_two_pass"]
     assert experiment.columns == ["bits_per_byte", "data.train_tokens"]
 
 

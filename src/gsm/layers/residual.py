@@ -140,6 +140,16 @@ class HyperConnection(nn.Module):
         return ProductCost(self.phi.numel() + (self.streams + 2) * wide, 2 * (wide + wide // self.streams), weights)
 
 
+def by_streams(dim: int, *, streams: int) -> Residual:
+    """Return a plain residual for one stream, and a hyper-connection in the single-pass form for more.
+
+    Args:
+        dim: model width.
+        streams: number of residual streams (X).
+    """
+    return Plain(dim) if streams == 1 else HyperConnection(dim, streams=streams)
+
+
 class TwoPassHyperConnection(HyperConnection):
     """Manifold-constrained hyper-connections of Xie et al. (2025): the streams before a site also determine its read
     weights.

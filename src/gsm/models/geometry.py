@@ -23,6 +23,7 @@ class Geometry:
         context: tokens of a training sequence.
         dim, feed_forward_dim: model width (D) and hidden width of the feed-forward; with experts, the total hidden
             width of a token's experts.
+        streams: residual streams of ``model/residual=by_size``; 1: plain residuals.
         experts, experts_per_token: for a feed-forward with experts, the number of routed experts (without the shared
             expert), and the number of routed experts per token.
         encoder_layers, decoder_layers: depth of the two halves.
@@ -66,6 +67,7 @@ class Geometry:
     decoder_full: int
     decoder_reindex: Sequence[int]
     candidate_blocks: int
+    streams: int = 4
     experts: int = 8
     experts_per_token: int = 3
     encoder_ratio: int = 2
@@ -153,7 +155,7 @@ def check_layers(field: str, layers: Sequence[int], first: int, last: int) -> No
 
 
 _POSITIVE = (
-    "vocabulary context dim feed_forward_dim encoder_layers decoder_layers heads entry_dim rotary_dim query_rank "
-    "output_groups output_rank index_heads index_dim window top_k candidate_blocks experts experts_per_token "
+    "vocabulary context dim feed_forward_dim streams encoder_layers decoder_layers heads entry_dim rotary_dim "
+    "query_rank output_groups output_rank index_heads index_dim window top_k candidate_blocks experts experts_per_token "
     "encoder_ratio decoder_ratio"
 ).split()
