@@ -156,6 +156,6 @@ def check_layers(field: str, layers: Sequence[int], first: int, last: int) -> No
 
 _POSITIVE = (
     "vocabulary context dim feed_forward_dim streams encoder_layers decoder_layers heads entry_dim rotary_dim "
-    "query_rank output_groups output_rank index_heads index_dim window top_k candidate_blocks experts experts_per_token "
-    "encoder_ratio decoder_ratio"
+    "query_rank output_groups output_rank index_heads index_dim window top_k candidate_blocks experts "
+    "experts_per_token encoder_ratio decoder_ratio"
 ).split()
