@@ -72,8 +72,8 @@ def variant(group: str, name: str):
 
 
 def comparators() -> list[str]:
-    """The models that are compared with GSM and the baseline."""
-    return [name for name in variants("model") if name not in ("gsm", "baseline")]
+    """The models that are compared with GSM and the baseline (``gsm_convolved`` is a GSM, and a variant of a slot)."""
+    return [name for name in variants("model") if name not in ("gsm", "gsm_convolved", "baseline")]
 
 
 def comparator(name: str, geometry: Geometry, **options) -> LanguageModel:
@@ -148,6 +148,7 @@ MEMORIES = (
     "gsm-retriever=random_topk",
     "gsm-retriever=dense",
     "gsm-encoder_layer=convolved",
+    "gsm-encoder_layer=convolved_feed_forward",
     "gsm-encoder_layer=recurrent",
     "gsm-encoder_reading=window_only",
     "gsm-ratio=3",

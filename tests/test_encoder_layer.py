@@ -15,6 +15,7 @@ from gsm.analysis.attention import names_of
 from gsm.analysis.rollout import TAPS, state_routes
 from gsm.config.compose import compose
 from gsm.layers.convolved import ConvolvedAttention
+from gsm.layers.residual import Streams
 from gsm.layers.sparse import SparseAttention
 from gsm.models.base import LanguageModel
 from gsm.models.schedule import gsm_schedule
@@ -23,8 +24,9 @@ from gsm.span import Span, document_positions
 from gsm.training.folder import differences
 from gsm.training.optimizer import Muon
 
-CONVOLUTION, GDN = 4, "GatedDeltaNet"
-BOTH = {"encoder_layer": Recurrent(variant("mixer", "gated_delta_net"), convolution=CONVOLUTION)}
+CONVOLUTION, GDN, FED = 4, "GatedDeltaNet", "convolved_feed_forward"
+ALL = {"convolution": CONVOLUTION, "feed_forward_convolution": CONVOLUTION}
+BOTH = {"encoder_layer": Recurrent(variant("mixer", "gated_delta_net"), **ALL)}
 
 
 def test_the_rows_of_the_paper_s_encoder_are_those_of_equation_14():
@@ -48,14 +50,14 @@ def test_a_layer_with_a_convolution_needs_more_positions_and_one_above_a_recurre
     assert build("gsm-encoder_layer=recurrent").schedule(60, 1).encoder == [60, 60, 60, M]
 
 
-def test_a_new_encoder_with_convolutions_is_the_paper_s():
+@pytest.mark.parametrize(("name", "place"), [("convolved", ".attention"), (FED, "")])
+def test_a_new_encoder_with_convolutions_is_the_paper_s(name: str, place: str):
     """A seed draws the same weights, and the filters are zeros."""
     paper, convolved = (
-        gsm.build_model("gsm", size="pico", overrides=words, seed=3)
-        for words in ([], ["model/encoder_layer=convolved"])
+        gsm.build_model("gsm", size="pico", overrides=words, seed=3) for words in ([], [f"model/encoder_layer={name}"])
     )
     weights = convolved.state_dict()
-    filters = [weights.pop(f"encoder.blocks.{layer}.attention.convolution.weight") for layer in range(4)]
+    filters = [weights.pop(f"encoder.blocks.{layer}{place}.convolution.weight") for layer in range(4)]
     assert all(weight.shape == (64, CONVOLUTION) and not weight.any() for weight in filters)
     assert weights.keys() == paper.state_dict().keys()
     assert all(torch.equal(weight, paper.state_dict()[name]) for name, weight in weights.items())
@@ -84,6 +86,59 @@ def test_a_convolution_mixes_a_token_with_those_before_it_in_its_document():
         outputs.append((update_BRD, out.attended.window_BEC, out.attended.bank.entry_BFC))
     for got, want in zip(*outputs, strict=True):
         assert_same(got, want, "of the inputs that were mixed by hand", 1e-12)
+
+
+@torch.no_grad()
+def test_a_convolution_before_a_feed_forward_mixes_its_inputs_in_their_document():
+    block = build(f"gsm-encoder_layer={FED}").encoder.blocks[0].double()
+    torch.nn.init.normal_(block.convolution.weight)
+    position_BT = document_positions(torch.tensor([[0] * 3 + [1] * 11]), *torch.full((2, 1), -1))
+    streams = Streams.copies(torch.randn(1, 14, GEOMETRY.dim, dtype=torch.float64), block.attention_residual.streams)
+    got = {}
+    for place, part in (("norm", block.feed_forward_norm), ("feed-forward", block.feed_forward)):
+        part.register_forward_hook(lambda _, given, out, place=place: got.update({place: (given[0], out)}))
+    block(streams, Span(position_BT, 14), block.start(1, "encoder"), None)
+    mixed_BTD = got["norm"][1].clone()
+    for t in range(14):
+        for back in range(min(CONVOLUTION, int(position_BT[0, t]) + 1)):
+            mixed_BTD[0, t] += block.convolution.weight[:, back] * got["norm"][1][0, t - back]
+    assert_same(got["feed-forward"][0], mixed_BTD, "inputs that were mixed by hand", 1e-12)
+
+
+def test_rows_that_lack_tokens_for_a_convolution_are_not_used():
+    """Layers above need the others, and so do the stages and the writer."""
+    model = build(f"gsm-encoder_layer={FED}")
+    assert model.encoder.incomplete == CONVOLUTION - 1
+    assert model.encoder.reaches == [W - 1, None, None, W + 2]
+    plan = model.schedule(60, 1)
+    assert plan.encoder == [60, 60, M + 3 + W + 2, M + 3] and plan.writer == M
+
+
+@torch.no_grad()
+def test_gsm_convolved_is_gsm_but_for_its_encoder_s_feed_forwards():
+    convolved, chosen = (compose(words)["model"] for words in (["model=gsm_convolved"], [f"model/encoder_layer={FED}"]))
+    assert convolved == chosen
+    bytes_of = [
+        model(random_tokens(1, 50), memory=model.start(1)).memory.breakdown()
+        for model in (build(f"gsm-encoder_layer={FED}"), build("gsm"))
+    ]
+    kept = 4 * (CONVOLUTION - 1) * GEOMETRY.dim * 8
+    assert bytes_of[0] == {**bytes_of[1], "encoder_convolution": kept}
+
+
+@pytest.mark.parametrize("name", ["gated_delta_net", "sliding_window", "transformer"])
+@torch.no_grad()
+def test_a_comparator_with_the_same_convolutions_is_one_computation_in_all_modes(name: str):
+    model, tokens = build(name, feed_forward_convolution=CONVOLUTION), random_tokens(2, 60)
+    full = model(tokens).logits
+    for rows in (1, 5):
+        assert_same(model(tokens, rows=rows).logits, full[:, -rows:], "pruned")
+    for chunk in (1, 3, 16):
+        read = model.prefill(tokens[:, :-4], model.start(2), chunk=chunk)
+        assert_same(read.logits, full[:, -5:-4], f"prefill in chunks of {chunk}")
+        for t in range(4):
+            read = model(tokens[:, 56 + t : 57 + t], memory=read.memory)
+            assert_same(read.logits[:, -1], full[:, 56 + t], f"token {t} after chunks of {chunk}")
 
 
 @torch.no_grad()
@@ -190,5 +245,5 @@ def test_a_run_of_before_the_slot_is_one_with_the_paper_s_layers():
     new = compose(["model=gsm"])
     old = {**new, "model": {key: value for key, value in new["model"].items() if key != "encoder_layer"}}
     assert differences(old, new) == []
-    for name in ("convolved", "placed", "recurrent"):
+    for name in ("convolved", "convolved_feed_forward", "placed", "recurrent"):
         assert differences(old, compose(["model=gsm", f"model/encoder_layer={name}"]))

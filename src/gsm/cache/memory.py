@@ -109,6 +109,15 @@ class RecurrentCache:
 
 
 @dataclass(frozen=True)
+class ConvolvedCache:
+    """The cache of a block with a convolution before its feed-forward: its mixer's, and the convolution's last
+    inputs."""
+
+    mixer: Any
+    convolution: WindowStore
+
+
+@dataclass(frozen=True)
 class Memory:
     """Everything that a model stores between calls.
 

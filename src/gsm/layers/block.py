@@ -7,13 +7,17 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from gsm.layers.costs import LayerCost, ProductCost, declared_cost, products
+from gsm.cache.memory import ConvolvedCache
+from gsm.cache.store import Window
+from gsm.layers.convolution import ShortConvolution
+from gsm.layers.costs import LayerCost, ProductCost, Store, declared_cost, products
 from gsm.layers.feed_forward import Balance, FeedForward
 from gsm.layers.norm import RMSNorm
 from gsm.layers.residual import Residual, Streams, entering, entering_cost
 from gsm.layers.rope import Rope
 from gsm.span import Span
 from gsm_kernels import IndexerLoss
+from gsm_kernels.device import in_dtype
 
 
 class LayerOutput(NamedTuple):
@@ -96,11 +100,16 @@ class MixerGeometry(Protocol):
 class Block(nn.Module):
     """An attention site followed by a feed-forward site. Each reads the streams and writes its output back.
 
+    With a convolution the feed-forward reads ``x_t + sum_j w_j * x_(t-j)``, channel by channel, inside a document. The
+    weights start at zero, so that a new model computes as one without the convolution (Canon layers: Allen-Zhu, 2025,
+    arXiv 2512.17351).
+
     Args:
         dim: model width.
         attention: a sequence mixer.
         feed_forward: called with ``dim``; maps each row independently.
         residual: called with ``dim``, once for each site.
+        convolution: tokens that the convolution before the feed-forward sees; 1: no convolution.
     """
 
     def __init__(
@@ -110,6 +119,7 @@ class Block(nn.Module):
         *,
         feed_forward: Callable[[int], FeedForward],
         residual: Callable[[int], Residual],
+        convolution: int = 1,
     ):
         super().__init__()
         self.attention_residual = residual(dim)
@@ -118,17 +128,39 @@ class Block(nn.Module):
         self.feed_forward_residual = residual(dim)
         self.feed_forward_norm = RMSNorm(dim)
         self.feed_forward = feed_forward(dim)
+        self.convolution = ShortConvolution(dim, convolution, zero=True) if convolution != 1 else None
+
+    @property
+    def incomplete(self) -> int:
+        """Number of rows at the beginning of a pruned call that lack tokens for the convolution."""
+        return 0 if self.convolution is None else self.convolution.width - 1
+
+    def start(self, batch: int, kind: str) -> Any:
+        """Return an empty cache for ``batch`` sequences; ``kind`` (``encoder`` or ``decoder``) labels its bytes."""
+        cache = self.attention.start(batch, kind)
+        if self.convolution is None:
+            return cache
+        weight = self.convolution.weight
+        like_BD = weight.new_empty(batch, len(weight))
+        return ConvolvedCache(cache, Window.empty(f"{kind}_convolution", self.incomplete, like_BD))
 
     def forward(self, streams: Streams, span: Span, cache: Any, below: Any) -> tuple[Streams, LayerOutput]:
         """Map the streams of T positions to those at the last ``span.rows``; for 0 rows, only update the cache."""
         layer_input_BTD = entering(self.attention_residual, streams)
-        update_BRD, out = self.attention(self.attention_norm(layer_input_BTD), span, cache, below)
+        mixer_cache = cache if self.convolution is None else cache.mixer
+        update_BRD, out = self.attention(self.attention_norm(layer_input_BTD), span, mixer_cache, below)
         if not span.rows:
             streams = streams.last_rows(0)
+            out = out if self.convolution is None else out._replace(cache=ConvolvedCache(out.cache, cache.convolution))
             return streams, out._replace(layer_input_BTD=layer_input_BTD, layer_output_BRD=streams.mixed_BTD)
         streams = self.attention_residual.leave(streams, update_BRD)
-        fed_input_BRD = entering(self.feed_forward_residual, streams)
-        fed = self.feed_forward(self.feed_forward_norm(fed_input_BRD), span.row_position_BR)
+        fed_input_BRD = self.feed_forward_norm(entering(self.feed_forward_residual, streams))
+        if self.convolution is not None:
+            seen_BED, window = cache.convolution.extend(fed_input_BRD)
+            mixed_BRD = self.convolution(seen_BED, span.row_position_BR)
+            fed_input_BRD = fed_input_BRD + in_dtype(mixed_BRD, fed_input_BRD.dtype)
+            out = out._replace(cache=ConvolvedCache(out.cache, window))
+        fed = self.feed_forward(fed_input_BRD, span.row_position_BR)
         streams = self.feed_forward_residual.leave(streams, fed.update_BRD)
         ends = {"layer_input_BTD": layer_input_BTD, "layer_output_BRD": streams.mixed_BTD}
         return streams, out._replace(**ends, balance=fed.balance)
@@ -141,4 +173,8 @@ class Block(nn.Module):
         mixing = sum((declared_cost(site, "products") for site in sites), entering_cost(self.feed_forward_residual))
         rows = {"feed-forward": declared_cost(self.feed_forward, "products") + norms, "hyper-connections": mixing}
         read = entering_cost(self.attention_residual)  # the mixer reads all positions
-        return mixer + LayerCost(rows, {"hyper-connections": read} if read != ProductCost() else {})
+        total = mixer + LayerCost(rows, {"hyper-connections": read} if read != ProductCost() else {})
+        if self.convolution is None:
+            return total
+        store = Store(f"{kind}_convolution", len(self.convolution.weight), self.incomplete, carried=True)
+        return total + LayerCost({"convolution": self.convolution.products()}, stores=(store,))

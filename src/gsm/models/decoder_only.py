@@ -29,6 +29,7 @@ from gsm.models.geometry import Geometry
 from gsm.models.matching import ParameterMatched
 from gsm.models.schedule import Schedule, non_negative, stack_rows
 from gsm.models.stack import Recompute, Stack, balances_of, block_of, caches_of
+from gsm.shapes import last_rows
 from gsm.span import Span
 
 
@@ -43,6 +44,7 @@ class DecoderOnly(ParameterMatched):
         heads: query heads; None: the geometry's, or fewer if matching requires it.
         residual: called with the width for every site.
         feed_forward: called with width and hidden width for every block.
+        feed_forward_convolution: tokens that a short convolution before each feed-forward sees; 1: no convolution.
         recompute: recompute all or some activations of every block in the backward pass, see ``Stack``.
 
     Raises:
@@ -59,13 +61,17 @@ class DecoderOnly(ParameterMatched):
         heads: int | None = None,
         residual: Callable[[int], Residual] = HyperConnection,
         feed_forward: Callable[[int, int], FeedForward] = SwiGLU,
+        feed_forward_convolution: int = 1,
         recompute: Recompute = False,
     ):
         names = repeated(layers, mixers, geometry.depth)
         super().__init__(geometry, partial(DecoderOnly, mixers=mixers, layers=layers), heads, query_rank)
         block = block_of(geometry, feed_forward=feed_forward, residual=residual)
         blocks = [
-            block(mixers[name](self.shape, geometry=geometry, name=f"decoder/{layer}"))
+            block(
+                mixers[name](self.shape, geometry=geometry, name=f"decoder/{layer}"),
+                convolution=feed_forward_convolution,
+            )
             for layer, name in enumerate(names, 1)
         ]
         self.decoder = Stack(blocks, recompute=recompute)
@@ -75,11 +81,12 @@ class DecoderOnly(ParameterMatched):
         """The largest distance in positions at which a token can change an output; None: unlimited."""
         reaches = self.decoder.reaches
         finite = [reach for reach in reaches if reach is not None]
-        return sum(finite) if len(finite) == len(reaches) else None
+        return sum(finite) + self.decoder.incomplete if len(finite) == len(reaches) else None
 
     def schedule(self, new: int, rows: int) -> Schedule:
         """Return the rows of each layer."""
-        _, *decoder = non_negative(stack_rows(new, rows, self.decoder.reaches))
+        wanted = min(new, rows + self.decoder.incomplete)
+        _, *decoder = non_negative(stack_rows(new, wanted, self.decoder.reaches))
         return Schedule([], decoder, decoder_input=new)
 
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
@@ -88,7 +95,7 @@ class DecoderOnly(ParameterMatched):
         streams = Streams.copies(x_BTD, self.decoder.streams)
         streams, decoded = self.decoder(streams, span, rows, memory.decoder)
         after = replace(memory, decoder=caches_of(decoded))
-        return Trace(streams.mixed_BTD, after, balances=balances_of(*decoded))
+        return Trace(last_rows(streams.mixed_BTD, max(0, span.rows)), after, balances=balances_of(*decoded))
 
     def layer_costs(self) -> list[Layer]:
         """Return the costs of the layers in execution order."""

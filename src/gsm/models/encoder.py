@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gsm.layers.block import Block, Mixer
+from gsm.layers.block import Block
 from gsm.layers.indexer_training import IndexerTraining
 from gsm.models.geometry import Geometry
 from gsm.models.stack import Recompute, Stack
@@ -14,7 +14,7 @@ from gsm.slots.encoder_layer import ATTENTION, EncoderLayer
 
 def build_encoder(
     geometry: Geometry,
-    block: Callable[[Mixer], Block],
+    block: Callable[..., Block],
     *,
     indexer_training: IndexerTraining,
     encoder_layer: EncoderLayer = ATTENTION,
@@ -47,5 +47,5 @@ def build_encoder(
             reads_bank=reads_bank,
             indexer_training=indexer_training,
         )
-        blocks.append(block(mixer))
+        blocks.append(block(mixer, convolution=encoder_layer.feed_forward_convolution))
     return Stack(blocks, recompute=recompute)

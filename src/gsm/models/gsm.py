@@ -162,6 +162,7 @@ class GSM(LanguageModel):
             decoder=self.decoder.reaches,
             state_size=self.writer.positions,
             writer_reach=self.writer.reach,
+            incomplete=self.encoder.incomplete,
         )
 
     def run(self, x_BTD: Tensor, span: Span, memory: Memory) -> Trace:
@@ -169,7 +170,7 @@ class GSM(LanguageModel):
         rows = self.schedule(x_BTD.shape[1], span.rows)
         streams = Streams.copies(x_BTD, self.encoder.streams)
         streams, encoded = self.encoder(streams, span, rows.encoder, memory.encoder)
-        span = span.last_rows(rows.writer).cut()  # the last encoder layer has produced exactly these rows
+        span, streams = span.last_rows(rows.writer).cut(), streams.last_rows(rows.writer)
         retrieved = self.aggregation(encoded, span, memory.stages)
         streams = streams._replace(mixed_BTD=tap("state/e", streams.mixed_BTD))
         z_BRD, state, state_cache = self.writer(

@@ -18,7 +18,7 @@ _PARTS = (
     ("indexers", r"\.indexer\."),
     ("bank compressors", r"\.compressor\."),
     ("window entries", r"\.attention\.window\."),
-    ("convolutions", r"\.attention\.convolution\."),
+    ("convolutions", r"\.convolution\."),
     (
         "recurrence",
         r"\.attention\.(key|value|beta|decay\w*|step|blend|angle|skip|key_bias|step_bias|gate|router)(\.|$)",

@@ -26,7 +26,8 @@ class Schedule:
 
     Attributes:
         encoder, decoder: rows of each layer, at least 0.
-        writer: positions that enter stages and state writer: the rows of the last encoder layer.
+        writer: positions that enter stages and state writer: the rows of the last encoder layer, without incomplete
+            ones.
         state: trailing positions of these that get entries in the state.
         decoder_input: positions that enter the decoder's first layer.
     """
@@ -70,6 +71,7 @@ def gsm_schedule(
     decoder: Sequence[int | None],
     state_size: int,
     writer_reach: int = 0,
+    incomplete: int = 0,
 ) -> Schedule:
     """Return the schedule of GSM.
 
@@ -79,11 +81,12 @@ def gsm_schedule(
         encoder, decoder: the reaches of the layers, as in ``stack_rows``.
         state_size: number of positions with entries that a decoder row sees: M, or M / J if the writer writes J each.
         writer_reach: number of positions before those of the state that the state writer needs.
+        incomplete: number of rows at the beginning of the encoder's output that the writer cannot use in a pruned call.
     """
     decoder_input, *decoded = stack_rows(new, rows, decoder)
     state = min(new, max(state_size + decoded[0] - 1, decoder_input))
     writer = min(new, state + writer_reach)
-    _, *encoded = stack_rows(new, writer, encoder)
+    _, *encoded = stack_rows(new, min(new, writer + incomplete), encoder)
     return Schedule(non_negative(encoded), non_negative(decoded), *non_negative([writer, state, decoder_input]))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from gsm.layers.block import Block, LayerOutput, Mixer
+from gsm.layers.block import Block, LayerOutput
 from gsm.layers.costs import Layer
 from gsm.layers.feed_forward import Balance, FeedForward
 from gsm.layers.residual import Residual, Streams
@@ -49,15 +49,21 @@ class Stack(nn.Module):
             raise ValueError(f"recompute={recompute!r} is not allowed. Use true, false or selective")
         self.blocks = nn.ModuleList(blocks)
         self.recompute = recompute
-        # For each layer, the number of earlier positions of its input that a row needs; None: all of them.
-        self.reaches = [block.attention.reach for block in blocks]
+        # For each layer, the number of earlier positions of its input that a row needs; None: all of them. Rows that
+        # the layer below leaves incomplete do not count.
+        self.reaches: list[int | None] = []
+        self.incomplete = 0  # rows at the beginning of a pruned call's output that lack tokens before them
+        for block in blocks:
+            reach = block.attention.reach
+            self.reaches.append(None if reach is None else reach + self.incomplete)
+            self.incomplete = block.incomplete
 
     def __iter__(self) -> Iterator[Block]:
         return (cast(Block, block) for block in self.blocks)
 
     def start(self, batch: int, kind: str) -> tuple[Any, ...]:
         """Return the empty caches of all layers, with their bytes labelled ``kind``."""
-        return tuple(block.attention.start(batch, kind) for block in self)
+        return tuple(block.start(batch, kind) for block in self)
 
     @property
     def streams(self) -> int:
@@ -118,8 +124,8 @@ def _policy(_: Any, operation: torch._ops.OpOverload, *args: Any, **kwargs: Any)
 
 def block_of(
     geometry: Geometry, *, feed_forward: Callable[[int, int], FeedForward], residual: Callable[[int], Residual]
-) -> Callable[[Mixer], Block]:
-    """Return a function that wraps a mixer into a block of the geometry's widths.
+) -> Callable[..., Block]:
+    """Return a function that wraps a mixer into a block of the geometry's widths, with the options of ``Block``.
 
     Args:
         geometry: defines model width and hidden width.

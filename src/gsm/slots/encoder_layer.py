@@ -20,7 +20,14 @@ from gsm.layers.sparse import Role, SparseAttention
 
 
 class EncoderLayer(ABC):
-    """Base of all variants."""
+    """Base of all variants.
+
+    Attributes:
+        feed_forward_convolution: tokens that a short convolution before each feed-forward of the encoder sees; 1: no
+            convolution.
+    """
+
+    feed_forward_convolution: int = 1
 
     @abstractmethod
     def layer(self, shape: Shape, role: Role, *, geometry: MixerGeometry, **common: Any) -> Mixer:
@@ -41,10 +48,12 @@ class Attention(EncoderLayer):
     Args:
         convolution: tokens that a short convolution before each attention sees; 1: no convolution.
         place_bias: whether the gate that pools tokens into a bank entry has a bias for each place in the group.
+        feed_forward_convolution: tokens that a short convolution before each feed-forward sees; 1: no convolution.
     """
 
-    def __init__(self, convolution: int = 1, place_bias: bool = False):
+    def __init__(self, convolution: int = 1, place_bias: bool = False, feed_forward_convolution: int = 1):
         self.convolution, self.place_bias = convolution, place_bias
+        self.feed_forward_convolution = feed_forward_convolution
 
     def layer(self, shape: Shape, role: Role, *, geometry: MixerGeometry, **common: Any) -> Mixer:
         """Build the attention, and its convolution if there is one."""
@@ -64,6 +73,7 @@ class Recurrent(Attention):
         mixer: called with ``shape, geometry=..., name=...``.
         heads: heads of these mixers; None: the size's.
         convolution, place_bias: of Full layers, as in ``Attention``.
+        feed_forward_convolution: of all layers, as in ``Attention``.
 
     Raises:
         ValueError: for heads below 1.
@@ -75,8 +85,9 @@ class Recurrent(Attention):
         heads: int | None = None,
         convolution: int = 1,
         place_bias: bool = False,
+        feed_forward_convolution: int = 1,
     ):
-        super().__init__(convolution, place_bias)
+        super().__init__(convolution, place_bias, feed_forward_convolution)
         within(1, heads=heads)
         self.mixer, self.heads = mixer, heads
 
