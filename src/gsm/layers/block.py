@@ -145,25 +145,24 @@ class Block(nn.Module):
         return ConvolvedCache(cache, Window.empty(f"{kind}_convolution", self.incomplete, like_BD))
 
     def forward(self, streams: Streams, span: Span, cache: Any, below: Any) -> tuple[Streams, LayerOutput]:
-        """Map the streams of T positions to those at the last ``span.rows``; for 0 rows, only update the cache."""
-        layer_input_BTD = entering(self.attention_residual, streams)
-        mixer_cache = cache if self.convolution is None else cache.mixer
-        update_BRD, out = self.attention(self.attention_norm(layer_input_BTD), span, mixer_cache, below)
+        """Map the streams of T positions to those at the last ``span.rows``; for 0 rows, only update the mixer's
+        cache."""
+        mixer, window = (cache, None) if self.convolution is None else (cache.mixer, cache.convolution)
+        layer_input_BTD, balance = entering(self.attention_residual, streams), None
+        update_BRD, out = self.attention(self.attention_norm(layer_input_BTD), span, mixer, below)
         if not span.rows:
             streams = streams.last_rows(0)
-            out = out if self.convolution is None else out._replace(cache=ConvolvedCache(out.cache, cache.convolution))
-            return streams, out._replace(layer_input_BTD=layer_input_BTD, layer_output_BRD=streams.mixed_BTD)
-        streams = self.attention_residual.leave(streams, update_BRD)
-        fed_input_BRD = self.feed_forward_norm(entering(self.feed_forward_residual, streams))
-        if self.convolution is not None:
-            seen_BED, window = cache.convolution.extend(fed_input_BRD)
-            mixed_BRD = self.convolution(seen_BED, span.row_position_BR)
-            fed_input_BRD = fed_input_BRD + in_dtype(mixed_BRD, fed_input_BRD.dtype)
-            out = out._replace(cache=ConvolvedCache(out.cache, window))
-        fed = self.feed_forward(fed_input_BRD, span.row_position_BR)
-        streams = self.feed_forward_residual.leave(streams, fed.update_BRD)
+        else:
+            streams = self.attention_residual.leave(streams, update_BRD)
+            x_BRD = self.feed_forward_norm(entering(self.feed_forward_residual, streams))
+            if self.convolution is not None and window is not None:
+                seen_BED, window = window.extend(x_BRD)
+                x_BRD = x_BRD + in_dtype(self.convolution(seen_BED, span.row_position_BR), x_BRD.dtype)
+            fed = self.feed_forward(x_BRD, span.row_position_BR)
+            streams, balance = self.feed_forward_residual.leave(streams, fed.update_BRD), fed.balance
+        after = out.cache if window is None else ConvolvedCache(out.cache, window)
         ends = {"layer_input_BTD": layer_input_BTD, "layer_output_BRD": streams.mixed_BTD}
-        return streams, out._replace(**ends, balance=fed.balance)
+        return streams, out._replace(cache=after, balance=balance, **ends)
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
         """Return the cost of mixer, feed-forward and both sites. Raises ValueError for a part without a known cost."""
