@@ -51,6 +51,14 @@ def test_the_papers_adaptations_take_the_optimizer_of_their_rates_at_any_size():
     assert get_class(given["optimizer"]["_target_"]) is AdamW, "its size has Muon"
 
 
+@pytest.mark.parametrize("name", ["ablate_open_points", "ablate_open_points_recall"])
+def test_open_points_are_compared_with_several_streams(name: str):
+    """At nano the default had become a single stream, which is no reading of the paper."""
+    experiment = Experiment(compose([f"experiment={name}"]), [f"experiment={name}"])
+    kinds = [experiment.trial(arm, 0).config["model"]["residual"]["_target_"] for arm in experiment.chosen]
+    assert [kind.rpartition(".")[2] for kind in kinds] == ["HyperConnection"] * 3 + ["TwoPassHyperConnection"]
+
+
 def test_the_residual_ablation_compares_what_it_says():
     given = ["experiment=ablate_residual"]
     experiment = Experiment(compose(given), given)
