@@ -176,3 +176,21 @@ def test_an_unknown_word_in_a_yaml_is_refused():
         compose(["data=needle", "data.task.gap=far"])
     with pytest.raises(ConfigError, match=r"model.stages is 'every' \(str\), but takes Sequence"):
         compose(["model.stages=every"])
+@torch.no_grad()
+def test_a_gap_is_beyond_the_convolutions_of_the_encoder_too():
+    """Needles of a GSM with convolutions had lain within the reach of its encoder."""
+    words = ["model/encoder_layer=convolved_feed_forward", "model.encoder_layer.convolution=3"]
+    words = ["size=pico", *words, "model.stages=[]", "model/encoder_reading=window_only"]
+    gap = compose([*words, "data=needle", "data.task.gap=beyond_gsm"])["data"]["task"]["gap"]
+    model = gsm.build_model("gsm", size="pico", overrides=words[1:], seed=0).double().eval()
+    for name, weight in model.named_parameters():
+        if "convolution" in name:
+            weight.fill_(1)
+    tokens = torch.zeros(1, 64, dtype=torch.int64)
+    last = model(tokens, rows=1).logits
+    for back, changed in ((gap, False), (gap - 1, True)):
+        other = tokens.clone()
+        other[0, 63 - back] = 1
+        assert torch.equal(model(other, rows=1).logits, last) != changed, back
+
+

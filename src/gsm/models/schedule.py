@@ -93,7 +93,7 @@ def gsm_schedule(
 def local_reach(*, encoder_layers: int, decoder_layers: int, window: int, state_size: int, reach: int = 0) -> int:
     """Return the distance in positions beyond which only a bank reaches, in GSM and in the baseline.
 
-    In GSM, the windows of all encoder layers add up, then the state, and the ``reach`` of its writer and reader. In the
-    baseline, the windows of all layers add up.
+    In GSM, the windows of all encoder layers add up, then the state, and the ``reach`` of convolutions, writer and
+    reader. In the baseline, the windows of all layers add up.
     """
     return max(encoder_layers * (window - 1) + state_size + reach, (encoder_layers + decoder_layers) * (window - 1))
