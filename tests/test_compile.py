@@ -76,7 +76,7 @@ def test_a_training_step_compiles_as_one_graph_and_changes_neither_loss_nor_grad
 def test_compiled_block_by_block_blocks_of_a_kind_share_a_graph(name, kinds):
     """A stack's first block is a separate kind, because its input streams are copies. At size nano, GSM's encoder also
     has blocks with their own bank and with another block's bank; the other decoder blocks are one kind."""
-    model = build_model(name, "nano", seed=0).train()
+    model = build_model(name, "nano", ["model/residual=mhc"], seed=0).train()
     names = model.state_dict().keys()
     loss, gradients = loss_and_gradients(model, model)
     torch.compiler.reset()

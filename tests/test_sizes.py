@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
-from small import mostly_nightly, mostly_slow
+from small import comparators, mostly_nightly, mostly_slow
 
 import gsm
 from gsm.config.check import ConfigError
@@ -74,11 +74,8 @@ def test_the_parts_sum_to_all_parameters(model, size):
     assert sum(counted.parts.values()) == counted.total == sum(p.numel() for p in built.parameters())
 
 
-COMPARATORS = [name for name in variants("model") if name not in ("gsm", "baseline")]
-
-
 @pytest.mark.parametrize("size", mostly_nightly(["nano", "pico", "0p5b"], "nano"))
-@pytest.mark.parametrize("name", mostly_slow(COMPARATORS, "transformer", "mamba3"))
+@pytest.mark.parametrize("name", mostly_slow(comparators(), "transformer", "mamba3"))
 def test_comparators_have_the_baseline_s_parameters_or_report_the_difference(name, size):
     model, baseline = model_of(name, size), model_of("baseline", size)
     total, goal = (one.parameter_report().total for one in (model, baseline))

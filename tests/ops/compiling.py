@@ -136,8 +136,9 @@ def cuobjdump(flag: str, cubin: bytes) -> str:
 
 
 def of_model(size: str, name: str) -> list[Variant]:
-    """Return the variants of a model of a size in mixed precision and in float32, in training, prefill and decoding."""
-    model = build_model(name, size, [*FEW_LAYERS, "model.recompute=false"])
+    """Return the variants of a model of a size in mixed precision and in float32, in training, prefill and decoding.
+    Every size has hyper-connections here."""
+    model = build_model(name, size, [*FEW_LAYERS, "model/residual=mhc", "model.recompute=false"])
     seen: dict[Variant, None] = {}
     for half in (True, False):
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
