@@ -14,6 +14,7 @@ import gsm
 from gsm.analysis.attention import names_of
 from gsm.analysis.rollout import TAPS, state_routes
 from gsm.config.compose import compose
+from gsm.costs.model import cost
 from gsm.layers.convolved import ConvolvedAttention
 from gsm.layers.residual import Streams
 from gsm.layers.sparse import SparseAttention
@@ -112,6 +113,8 @@ def test_rows_that_lack_tokens_for_a_convolution_are_not_used():
     assert model.encoder.reaches == [W - 1, None, None, W + 2]
     plan = model.schedule(60, 1)
     assert plan.encoder == [60, 60, M + 3 + W + 2, M + 3] and plan.writer == M
+    products = CONVOLUTION * GEOMETRY.dim * sum(plan.encoder)
+    assert cost(model).forward_flops(60, 1)["encoder/convolution"] == 2 * products, "of these rows alone"
 
 
 @torch.no_grad()
@@ -130,6 +133,9 @@ def test_gsm_convolved_is_gsm_but_for_its_encoder_s_feed_forwards():
 @torch.no_grad()
 def test_a_comparator_with_the_same_convolutions_is_one_computation_in_all_modes(name: str):
     model, tokens = build(name, feed_forward_convolution=CONVOLUTION), random_tokens(2, 60)
+    assert [block.incomplete for block in model.decoder] == [CONVOLUTION - 1] * GEOMETRY.depth
+    if name == "sliding_window":
+        assert model.reach == GEOMETRY.depth * (W - 1 + CONVOLUTION - 1)
     full = model(tokens).logits
     for rows in (1, 5):
         assert_same(model(tokens, rows=rows).logits, full[:, -rows:], "pruned")
@@ -173,6 +179,7 @@ def seen_input(model: LanguageModel, tokens: Tensor, documents: Tensor) -> Tenso
 @torch.no_grad()
 def test_convolutions_in_full_layers_and_recurrences_in_the_others_are_one_computation_in_all_modes(capacity):
     model, tokens = build("gsm", **BOTH), random_tokens(2, 60)
+    assert [block.incomplete for block in model.encoder] == [CONVOLUTION - 1] * GEOMETRY.encoder_layers
     full = model(tokens).logits
     assert_same(model(tokens, rows=5).logits, full[:, -5:], "pruned")
     for chunk in (1, 3, 16):
@@ -215,8 +222,9 @@ def test_half_of_the_heads_in_recurrent_layers_make_the_parameters_of_the_paper_
     assert 0 < recurrent.total / paper.total - 1 < 0.002
 
 
-def test_filters_are_left_to_adamw_and_count_as_convolutions():
-    model = build("gsm-encoder_layer=convolved")
+@pytest.mark.parametrize("name", ["convolved", FED])
+def test_filters_are_left_to_adamw_and_count_as_convolutions(name: str):
+    model = build(f"gsm-encoder_layer={name}")
     filters = {id(p) for name, p in model.named_parameters() if "convolution" in name}
     settings = Muon(learning_rate=1e-3, warmup_steps=1, final_fraction=0.1, weight_decay=0.1)
     groups = {group["name"]: group["params"] for group in settings.build(model.parameter_groups()).param_groups}
@@ -229,6 +237,10 @@ def test_wrong_numbers_are_refused():
         Recurrent(variant("mixer", "gated_delta_net"), heads=0)
     with pytest.raises(ValueError, match="convolution=0 is not allowed"):
         build("gsm", encoder_layer=Attention(convolution=0))
+    with pytest.raises(ValueError, match="^feed_forward_convolution=0 is not allowed"):
+        Attention(feed_forward_convolution=0)
+    with pytest.raises(ValueError, match="^feed_forward_convolution=1025 is not allowed"):
+        build("delta_net", feed_forward_convolution=1025)
 
 
 def test_analyses_that_multiply_attention_weights_refuse_recurrent_layers():

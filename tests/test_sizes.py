@@ -14,6 +14,7 @@ from small import comparators, mostly_nightly, mostly_slow
 import gsm
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
+from gsm.layers.residual import HyperConnection, Plain
 from gsm.models.geometry import Geometry
 from gsm.models.matching import NEGLIGIBLE
 from gsm.paths import ROOT, variants
@@ -85,6 +86,16 @@ def test_comparators_have_the_baseline_s_parameters_or_report_the_difference(nam
         assert f"{abs(total - goal):,} parameters" in model.parameter_note
     else:
         assert abs(total - goal) <= NEGLIGIBLE * goal and "parameters" not in model.parameter_note
+
+
+@pytest.mark.parametrize("size", variants("size"))
+def test_the_size_chooses_the_residual(size):
+    """Plain residuals at nano, four streams at the others, and any number that is asked for."""
+    assert model_of("gsm", size).encoder.streams == (1 if size == "nano" else 4)
+    if size == "pico":
+        for streams, kind in ((1, Plain), (2, HyperConnection)):
+            (block, *_) = gsm.build_model("gsm", size, [f"size.streams={streams}"]).encoder
+            assert type(block.attention_residual) is kind and block.attention_residual.streams == streams
 
 
 @pytest.mark.parametrize("size", ["0p5b", "1p5b", "8b_a1p5b"])
@@ -168,11 +179,6 @@ def test_a_gap_is_beyond_windows_of_the_decoder_too():
         assert torch.equal(model(other, rows=1).logits, last) != changed, back
 
 
-def test_an_unknown_word_in_a_yaml_is_refused():
-    with pytest.raises(ConfigError, match="data.task.gap is 'far', but takes a number of tokens, or one of beyond_gsm"):
-        compose(["data=needle", "data.task.gap=far"])
-    with pytest.raises(ConfigError, match=r"model.stages is 'every' \(str\), but takes Sequence"):
-        compose(["model.stages=every"])
 @torch.no_grad()
 def test_a_gap_is_beyond_the_convolutions_of_the_encoder_too():
     """Needles of a GSM with convolutions had lain within the reach of its encoder."""
@@ -191,3 +197,8 @@ def test_a_gap_is_beyond_the_convolutions_of_the_encoder_too():
         assert torch.equal(model(other, rows=1).logits, last) != changed, back
 
 
+def test_an_unknown_word_in_a_yaml_is_refused():
+    with pytest.raises(ConfigError, match="data.task.gap is 'far', but takes a number of tokens, or one of beyond_gsm"):
+        compose(["data=needle", "data.task.gap=far"])
+    with pytest.raises(ConfigError, match=r"model.stages is 'every' \(str\), but takes Sequence"):
+        compose(["model.stages=every"])

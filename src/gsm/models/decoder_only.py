@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from gsm.cache.memory import Memory
+from gsm.errors import within
 from gsm.layers.block import Mixer
 from gsm.layers.costs import Layer
 from gsm.layers.feed_forward import FeedForward, SwiGLU
@@ -65,6 +66,7 @@ class DecoderOnly(ParameterMatched):
         recompute: Recompute = False,
     ):
         names = repeated(layers, mixers, geometry.depth)
+        within(1, 1024, feed_forward_convolution=feed_forward_convolution)
         super().__init__(geometry, partial(DecoderOnly, mixers=mixers, layers=layers), heads, query_rank)
         block = block_of(geometry, feed_forward=feed_forward, residual=residual)
         blocks = [

@@ -52,6 +52,7 @@ class Attention(EncoderLayer):
     """
 
     def __init__(self, convolution: int = 1, place_bias: bool = False, feed_forward_convolution: int = 1):
+        within(1, 1024, feed_forward_convolution=feed_forward_convolution)
         self.convolution, self.place_bias = convolution, place_bias
         self.feed_forward_convolution = feed_forward_convolution
 
