@@ -7,9 +7,9 @@ layers (rollout: Abnar and Zuidema, 2020), with GSM's banks, stages and writer.
 
 A layer adds its reading to its stream, so both count; the reading counts by the sum of its weights, and the rest goes
 to the sink. Weights are fair shares here: entries are keys and values at once, and a norm makes them about equally
-long. As every rollout, this one leaves out the feed-forwards, the length of a layer's update beside its stream, the
-mixing of several residual streams, and the role of queries. ``gsm.analysis.attribution`` compares it with gradients
-and interventions.
+long. As every rollout, this one leaves out the feed-forwards, the length of a layer's update beside its stream, short
+convolutions, the mixing of several residual streams, and the role of queries. ``gsm.analysis.attribution`` compares it
+with gradients and interventions.
 
 S ways: the encoder, then each stage. T positions, R rows, D model width.
 """
