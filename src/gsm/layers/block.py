@@ -8,16 +8,14 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from gsm.cache.memory import ConvolvedCache
-from gsm.cache.store import Window
 from gsm.layers.convolution import ShortConvolution
-from gsm.layers.costs import LayerCost, ProductCost, Store, declared_cost, products
+from gsm.layers.costs import LayerCost, ProductCost, declared_cost, products
 from gsm.layers.feed_forward import Balance, FeedForward
 from gsm.layers.norm import RMSNorm
 from gsm.layers.residual import Residual, Streams, entering, entering_cost
 from gsm.layers.rope import Rope
 from gsm.span import Span
 from gsm_kernels import IndexerLoss
-from gsm_kernels.device import in_dtype
 
 
 class LayerOutput(NamedTuple):
@@ -140,9 +138,7 @@ class Block(nn.Module):
         cache = self.attention.start(batch, kind)
         if self.convolution is None:
             return cache
-        weight = self.convolution.weight
-        like_BD = weight.new_empty(batch, len(weight))
-        return ConvolvedCache(cache, Window.empty(f"{kind}_convolution", self.incomplete, like_BD))
+        return ConvolvedCache(cache, self.convolution.start(batch, kind))
 
     def forward(self, streams: Streams, span: Span, cache: Any, below: Any) -> tuple[Streams, LayerOutput]:
         """Map the streams of T positions to those at the last ``span.rows``; for 0 rows, only update the mixer's
@@ -156,8 +152,7 @@ class Block(nn.Module):
             streams = self.attention_residual.leave(streams, update_BRD)
             x_BRD = self.feed_forward_norm(entering(self.feed_forward_residual, streams))
             if self.convolution is not None and window is not None:
-                seen_BED, window = window.extend(x_BRD)
-                x_BRD = x_BRD + in_dtype(self.convolution(seen_BED, span.row_position_BR), x_BRD.dtype)
+                x_BRD, window = self.convolution.added(x_BRD, window, span.row_position_BR)
             fed = self.feed_forward(x_BRD, span.row_position_BR)
             streams, balance = self.feed_forward_residual.leave(streams, fed.update_BRD), fed.balance
         after = out.cache if window is None else ConvolvedCache(out.cache, window)
@@ -175,5 +170,4 @@ class Block(nn.Module):
         total = mixer + LayerCost(rows, {"hyper-connections": read} if read != ProductCost() else {})
         if self.convolution is None:
             return total
-        store = Store(f"{kind}_convolution", len(self.convolution.weight), self.incomplete, carried=True)
-        return total + LayerCost({"convolution": self.convolution.products()}, stores=(store,))
+        return total + LayerCost({"convolution": self.convolution.products()}, stores=(self.convolution.store(kind),))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from gsm.cache.store import Window, WindowStore
 from gsm.errors import within
-from gsm.layers.costs import ProductCost
+from gsm.layers.costs import ProductCost, Store
 from gsm.layers.linear import draw
 from gsm_kernels import short_convolution
+from gsm_kernels.device import in_dtype
 
 
 class ShortConvolution(nn.Module):
@@ -44,6 +46,19 @@ class ShortConvolution(nn.Module):
             [B, T, C] in the dtype of ``seen_BEC``, summed in at least float32.
         """
         return short_convolution(seen_BEC, self.weight, position_BT)
+
+    def added(self, x_BTC: Tensor, cache: WindowStore, position_BT: Tensor) -> tuple[Tensor, WindowStore]:
+        """Return the new tokens plus their convolution, [B, T, C] in their dtype, and the next cache."""
+        seen_BEC, cache = cache.extend(x_BTC)
+        return x_BTC + in_dtype(self(seen_BEC, position_BT), x_BTC.dtype), cache
+
+    def start(self, batch: int, kind: str) -> Window:
+        """Return an empty window for the last inputs; ``kind`` (``encoder`` or ``decoder``) labels its bytes."""
+        return Window.empty(f"{kind}_convolution", self.width - 1, self.weight.new_empty(batch, len(self.weight)))
+
+    def store(self, kind: str) -> Store:
+        """Return the size of that window; ``kind`` as in ``start``."""
+        return Store(f"{kind}_convolution", len(self.weight), self.width - 1, carried=True)
 
     def products(self) -> ProductCost:
         """Return the cost per token: a product of every channel with each of its weights."""

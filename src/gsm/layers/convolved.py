@@ -11,15 +11,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from gsm.cache.memory import LayerCache
-from gsm.cache.store import Window
 from gsm.layers.attended import Attended
 from gsm.layers.block import LayerOutput
 from gsm.layers.convolution import ShortConvolution
-from gsm.layers.costs import LayerCost, ProductCost, Store
+from gsm.layers.costs import LayerCost, ProductCost
 from gsm.layers.projections import Shape
 from gsm.layers.sparse import Role, SparseAttention
 from gsm.span import Span
-from gsm_kernels.device import in_dtype
 
 
 class ConvolvedAttention(SparseAttention):
@@ -49,9 +47,7 @@ class ConvolvedAttention(SparseAttention):
 
     def start(self, batch: int, kind: str) -> LayerCache:
         """Return an empty cache with the last inputs of the convolution; ``kind`` labels its bytes."""
-        weight = self.convolution.weight
-        window = Window.empty(f"{kind}_convolution", self.convolution.width - 1, weight.new_empty(batch, len(weight)))
-        return replace(super().start(batch, kind), convolution=window)
+        return replace(super().start(batch, kind), convolution=self.convolution.start(batch, kind))
 
     def forward(
         self, x_BTD: Tensor, span: Span, cache: LayerCache, below: Attended | None
@@ -61,15 +57,14 @@ class ConvolvedAttention(SparseAttention):
         In a pruned call the first ``width - 1`` positions lack tokens before them, and no row reads their entries.
         """
         assert cache.convolution is not None
-        seen_BED, window = cache.convolution.extend(x_BTD)
-        mixed_BTD = x_BTD + in_dtype(self.convolution(seen_BED, span.position_BT), x_BTD.dtype)
+        mixed_BTD, window = self.convolution.added(x_BTD, cache.convolution, span.position_BT)
         update_BRD, out = super().forward(mixed_BTD, span, cache, below)
         return update_BRD, out._replace(cache=replace(out.cache, convolution=window))
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
         """Return the cost of the attention and of the convolution, which runs for every token."""
-        store = Store(f"{kind}_convolution", len(self.convolution.weight), self.convolution.width - 1, carried=True)
-        convolution = LayerCost(per_token={"convolution": self.convolution.products()}, stores=(store,))
+        per_token = {"convolution": self.convolution.products()}
+        convolution = LayerCost(per_token=per_token, stores=(self.convolution.store(kind),))
         return super().work(kind, below) + convolution
 
     def cost_of_rows(self, *others: nn.Module | None) -> dict[str, ProductCost]:
