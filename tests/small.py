@@ -148,7 +148,6 @@ MEMORIES = (
     "gsm-retriever=random_topk",
     "gsm-retriever=dense",
     "gsm-encoder_layer=convolved",
-    "gsm-encoder_layer=convolved_feed_forward",
     "gsm-encoder_layer=recurrent",
     "gsm-encoder_reading=window_only",
     "gsm-ratio=3",

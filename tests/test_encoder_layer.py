@@ -1,9 +1,7 @@
-"""The layers of GSM's encoder as a slot: a convolution before them, recurrences in place of some. (test_three_ways,
-test_memory, test_pieces and others compare the modes of every variant.)"""
+"""The layers of the encoder of GSM as a slot: a convolution before their feed-forwards, recurrences in place of some.
+(test_three_ways, test_memory, test_pieces and others compare the modes of every variant.)"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +13,7 @@ from gsm.analysis.attention import names_of
 from gsm.analysis.rollout import TAPS, state_routes
 from gsm.config.compose import compose
 from gsm.costs.model import cost
-from gsm.layers.convolved import ConvolvedAttention
 from gsm.layers.residual import Streams
-from gsm.layers.sparse import SparseAttention
 from gsm.models.base import LanguageModel
 from gsm.models.schedule import gsm_schedule
 from gsm.slots.encoder_layer import Attention, Recurrent
@@ -25,9 +21,8 @@ from gsm.span import Span, document_positions
 from gsm.training.folder import differences
 from gsm.training.optimizer import Muon
 
-CONVOLUTION, GDN, FED = 4, "GatedDeltaNet", "convolved_feed_forward"
-ALL = {"convolution": CONVOLUTION, "feed_forward_convolution": CONVOLUTION}
-BOTH = {"encoder_layer": Recurrent(variant("mixer", "gated_delta_net"), **ALL)}
+CONVOLUTION, GDN = 4, "GatedDeltaNet"
+BOTH = {"encoder_layer": Recurrent(variant("mixer", "gated_delta_net"), feed_forward_convolution=CONVOLUTION)}
 
 
 def test_the_rows_of_the_paper_s_encoder_are_those_of_equation_14():
@@ -43,22 +38,17 @@ def test_the_rows_of_the_paper_s_encoder_are_those_of_equation_14():
             assert plan.writer == max(0, writer)
 
 
-def test_a_layer_with_a_convolution_needs_more_positions_and_one_above_a_recurrence_all():
+def test_a_layer_above_a_recurrence_needs_all_positions():
     assert build("gsm").encoder.reaches == [W - 1, None, None, W - 1]
-    assert build("gsm-encoder_layer=convolved").encoder.reaches == [W + 2, None, None, W + 2]
     assert build("gsm-encoder_layer=recurrent").encoder.reaches == [None] * 4
-    assert build("gsm-encoder_layer=convolved").schedule(60, 1).encoder == [60, 60, M + W + 2, M]
     assert build("gsm-encoder_layer=recurrent").schedule(60, 1).encoder == [60, 60, 60, M]
 
 
-@pytest.mark.parametrize(("name", "place"), [("convolved", ".attention"), (FED, "")])
-def test_a_new_encoder_with_convolutions_is_the_paper_s(name: str, place: str):
+def test_a_new_encoder_with_convolutions_is_the_paper_s():
     """A seed draws the same weights, and the filters are zeros."""
-    paper, convolved = (
-        gsm.build_model("gsm", size="pico", overrides=words, seed=3) for words in ([], [f"model/encoder_layer={name}"])
-    )
+    paper, convolved = (gsm.build_model(name, size="pico", seed=3) for name in ("gsm", "gsm_convolved"))
     weights = convolved.state_dict()
-    filters = [weights.pop(f"encoder.blocks.{layer}{place}.convolution.weight") for layer in range(4)]
+    filters = [weights.pop(f"encoder.blocks.{layer}.convolution.weight") for layer in range(4)]
     assert all(weight.shape == (64, CONVOLUTION) and not weight.any() for weight in filters)
     assert weights.keys() == paper.state_dict().keys()
     assert all(torch.equal(weight, paper.state_dict()[name]) for name, weight in weights.items())
@@ -67,31 +57,8 @@ def test_a_new_encoder_with_convolutions_is_the_paper_s(name: str, place: str):
 
 
 @torch.no_grad()
-def test_a_convolution_mixes_a_token_with_those_before_it_in_its_document():
-    shape = GEOMETRY.shape()
-    common: dict[str, Any] = {"window": W, "top_k": 3, "ratio": 2, "rope": GEOMETRY.bank_rope(), "name": "encoder/2"}
-    convolved = ConvolvedAttention(shape, "full", convolution=CONVOLUTION, **common).double()
-    torch.nn.init.normal_(convolved.convolution.weight)
-    plain = SparseAttention(shape, "full", **common).double()
-    plain.load_state_dict({name: x for name, x in convolved.state_dict().items() if "convolution" not in name})
-    x_BTD = torch.randn(1, 14, shape.dim, dtype=torch.float64)
-    documents = torch.tensor([[0] * 3 + [1] * 11])
-    position_BT = document_positions(documents, *torch.full((2, 1), -1))
-    mixed_BTD = x_BTD.clone()
-    for t in range(14):
-        for back in range(min(CONVOLUTION, int(position_BT[0, t]) + 1)):
-            mixed_BTD[0, t] += convolved.convolution.weight[:, back] * x_BTD[0, t - back]
-    outputs = []
-    for attention, given_BTD in ((convolved, x_BTD), (plain, mixed_BTD)):
-        update_BRD, out = attention(given_BTD, Span(position_BT, 14), attention.start(1, "encoder"), None)
-        outputs.append((update_BRD, out.attended.window_BEC, out.attended.bank.entry_BFC))
-    for got, want in zip(*outputs, strict=True):
-        assert_same(got, want, "of the inputs that were mixed by hand", 1e-12)
-
-
-@torch.no_grad()
 def test_a_convolution_before_a_feed_forward_mixes_its_inputs_in_their_document():
-    block = build(f"gsm-encoder_layer={FED}").encoder.blocks[0].double()
+    block = build("gsm-encoder_layer=convolved").encoder.blocks[0].double()
     torch.nn.init.normal_(block.convolution.weight)
     position_BT = document_positions(torch.tensor([[0] * 3 + [1] * 11]), *torch.full((2, 1), -1))
     streams = Streams.copies(torch.randn(1, 14, GEOMETRY.dim, dtype=torch.float64), block.attention_residual.streams)
@@ -108,7 +75,7 @@ def test_a_convolution_before_a_feed_forward_mixes_its_inputs_in_their_document(
 
 def test_rows_that_lack_tokens_for_a_convolution_are_not_used():
     """Layers above need the others, and so do the stages and the writer."""
-    model = build(f"gsm-encoder_layer={FED}")
+    model = build("gsm-encoder_layer=convolved")
     assert model.encoder.incomplete == CONVOLUTION - 1
     assert model.encoder.reaches == [W - 1, None, None, W + 2]
     plan = model.schedule(60, 1)
@@ -119,11 +86,13 @@ def test_rows_that_lack_tokens_for_a_convolution_are_not_used():
 
 @torch.no_grad()
 def test_gsm_convolved_is_gsm_but_for_its_encoder_s_feed_forwards():
-    convolved, chosen = (compose(words)["model"] for words in (["model=gsm_convolved"], [f"model/encoder_layer={FED}"]))
+    convolved, chosen = (
+        compose(words)["model"] for words in (["model=gsm_convolved"], ["model/encoder_layer=convolved"])
+    )
     assert convolved == chosen
     bytes_of = [
         model(random_tokens(1, 50), memory=model.start(1)).memory.breakdown()
-        for model in (build(f"gsm-encoder_layer={FED}"), build("gsm"))
+        for model in (build("gsm-encoder_layer=convolved"), build("gsm"))
     ]
     kept = 4 * (CONVOLUTION - 1) * GEOMETRY.dim * 8
     assert bytes_of[0] == {**bytes_of[1], "encoder_convolution": kept}
@@ -177,7 +146,7 @@ def seen_input(model: LanguageModel, tokens: Tensor, documents: Tensor) -> Tenso
 
 @pytest.mark.parametrize("capacity", [None, 60])
 @torch.no_grad()
-def test_convolutions_in_full_layers_and_recurrences_in_the_others_are_one_computation_in_all_modes(capacity):
+def test_convolutions_in_all_layers_and_recurrences_in_some_are_one_computation_in_all_modes(capacity):
     model, tokens = build("gsm", **BOTH), random_tokens(2, 60)
     assert [block.incomplete for block in model.encoder] == [CONVOLUTION - 1] * GEOMETRY.encoder_layers
     full = model(tokens).logits
@@ -222,9 +191,8 @@ def test_half_of_the_heads_in_recurrent_layers_make_the_parameters_of_the_paper_
     assert 0 < recurrent.total / paper.total - 1 < 0.002
 
 
-@pytest.mark.parametrize("name", ["convolved", FED])
-def test_filters_are_left_to_adamw_and_count_as_convolutions(name: str):
-    model = build(f"gsm-encoder_layer={name}")
+def test_filters_are_left_to_adamw_and_count_as_convolutions():
+    model = build("gsm-encoder_layer=convolved")
     filters = {id(p) for name, p in model.named_parameters() if "convolution" in name}
     settings = Muon(learning_rate=1e-3, warmup_steps=1, final_fraction=0.1, weight_decay=0.1)
     groups = {group["name"]: group["params"] for group in settings.build(model.parameter_groups()).param_groups}
@@ -235,8 +203,6 @@ def test_filters_are_left_to_adamw_and_count_as_convolutions(name: str):
 def test_wrong_numbers_are_refused():
     with pytest.raises(ValueError, match="heads=0 is not allowed"):
         Recurrent(variant("mixer", "gated_delta_net"), heads=0)
-    with pytest.raises(ValueError, match="convolution=0 is not allowed"):
-        build("gsm", encoder_layer=Attention(convolution=0))
     with pytest.raises(ValueError, match="^feed_forward_convolution=0 is not allowed"):
         Attention(feed_forward_convolution=0)
     with pytest.raises(ValueError, match="^feed_forward_convolution=1025 is not allowed"):
@@ -257,5 +223,5 @@ def test_a_run_of_before_the_slot_is_one_with_the_paper_s_layers():
     new = compose(["model=gsm"])
     old = {**new, "model": {key: value for key, value in new["model"].items() if key != "encoder_layer"}}
     assert differences(old, new) == []
-    for name in ("convolved", "convolved_feed_forward", "placed", "recurrent"):
+    for name in ("convolved", "placed", "recurrent"):
         assert differences(old, compose(["model=gsm", f"model/encoder_layer={name}"]))

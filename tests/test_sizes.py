@@ -182,8 +182,7 @@ def test_a_gap_is_beyond_windows_of_the_decoder_too():
 @torch.no_grad()
 def test_a_gap_is_beyond_the_convolutions_of_the_encoder_too():
     """Needles of a GSM with convolutions had lain within the reach of its encoder."""
-    words = ["model/encoder_layer=convolved_feed_forward", "model.encoder_layer.convolution=3"]
-    words = ["size=pico", *words, "model.stages=[]", "model/encoder_reading=window_only"]
+    words = ["size=pico", "model/encoder_layer=convolved", "model.stages=[]", "model/encoder_reading=window_only"]
     gap = compose([*words, "data=needle", "data.task.gap=beyond_gsm"])["data"]["task"]["gap"]
     model = gsm.build_model("gsm", size="pico", overrides=words[1:], seed=0).double().eval()
     for name, weight in model.named_parameters():

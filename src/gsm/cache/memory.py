@@ -55,12 +55,10 @@ class LayerCache:
     Attributes:
         window: its window.
         bank: its bank (None: it owns none).
-        convolution: the last inputs of its convolution (None: it has none).
     """
 
     window: WindowStore
     bank: BankCache | None = None
-    convolution: WindowStore | None = None
 
 
 @dataclass(frozen=True)

@@ -322,9 +322,8 @@ def _gap(word: str, size: Mapping[str, Any], model: Mapping[str, Any]) -> int:
         raise ConfigError(f"data.task.gap is '{word}', but takes a number of tokens, or one of {', '.join(REACHES)}")
     entries = model.get("state_size") or size["window"] + size["top_k"]
     window = (model.get("state_reader") or {}).get("window", 1)  # of each layer of GSM's decoder, beside the state
-    layer = model.get("encoder_layer") or {}
-    widths = [layer.get(key, 1) for key in ("convolution", "feed_forward_convolution")]
-    convolved = sum(width - 1 for width in widths if isinstance(width, int))  # `check` refuses all others
+    width = (model.get("encoder_layer") or {}).get("feed_forward_convolution", 1)
+    convolved = width - 1 if isinstance(width, int) else 0  # `check` refuses all others
     return local_reach(
         encoder_layers=size["encoder_layers"],
         decoder_layers=size["decoder_layers"] if word == "beyond_baseline" else 0,

@@ -14,7 +14,6 @@ from typing import Any
 
 from gsm.errors import within
 from gsm.layers.block import Mixer, MixerGeometry
-from gsm.layers.convolved import ConvolvedAttention
 from gsm.layers.projections import Shape
 from gsm.layers.sparse import Role, SparseAttention
 
@@ -46,22 +45,17 @@ class Attention(EncoderLayer):
     """Sparse attention in every layer: the paper's (section 3.1), or one that sees the order of neighbouring tokens.
 
     Args:
-        convolution: tokens that a short convolution before each attention sees; 1: no convolution.
         place_bias: whether the gate that pools tokens into a bank entry has a bias for each place in the group.
         feed_forward_convolution: tokens that a short convolution before each feed-forward sees; 1: no convolution.
     """
 
-    def __init__(self, convolution: int = 1, place_bias: bool = False, feed_forward_convolution: int = 1):
+    def __init__(self, place_bias: bool = False, feed_forward_convolution: int = 1):
         within(1, 1024, feed_forward_convolution=feed_forward_convolution)
-        self.convolution, self.place_bias = convolution, place_bias
-        self.feed_forward_convolution = feed_forward_convolution
+        self.place_bias, self.feed_forward_convolution = place_bias, feed_forward_convolution
 
     def layer(self, shape: Shape, role: Role, *, geometry: MixerGeometry, **common: Any) -> Mixer:
-        """Build the attention, and its convolution if there is one."""
-        common["place_bias"] = self.place_bias
-        if self.convolution == 1:
-            return SparseAttention(shape, role, **common)
-        return ConvolvedAttention(shape, role, convolution=self.convolution, **common)
+        """Build the attention."""
+        return SparseAttention(shape, role, place_bias=self.place_bias, **common)
 
 
 ATTENTION = Attention()
@@ -73,7 +67,7 @@ class Recurrent(Attention):
     Args:
         mixer: called with ``shape, geometry=..., name=...``.
         heads: heads of these mixers; None: the size's.
-        convolution, place_bias: of Full layers, as in ``Attention``.
+        place_bias: of Full layers, as in ``Attention``.
         feed_forward_convolution: of all layers, as in ``Attention``.
 
     Raises:
@@ -84,11 +78,10 @@ class Recurrent(Attention):
         self,
         mixer: Callable[..., Mixer],
         heads: int | None = None,
-        convolution: int = 1,
         place_bias: bool = False,
         feed_forward_convolution: int = 1,
     ):
-        super().__init__(convolution, place_bias, feed_forward_convolution)
+        super().__init__(place_bias, feed_forward_convolution)
         within(1, heads=heads)
         self.mixer, self.heads = mixer, heads
 
