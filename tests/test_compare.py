@@ -329,25 +329,6 @@ def test_words_that_are_no_arguments_are_folders(capsys: pytest.CaptureFixture[s
         command_line.call(script, "compare.py", ["logs/a", "colums=x"])
 
 
-def test_branches_of_a_run_are_drawn_by_their_tokens_with_the_difference_from_the_first_arm(
-    tmp_path: Path, drawn: list
-):
-    """The table's columns say which metric, of which runs."""
-    folder = tmp_path / "logs/budgets"
-    for arm, seed, values in (("gsm", 0, (3.0, 2.0)), ("gsm", 1, (3.2, 2.2)), ("other", 0, (2.5, 2.1))):
-        branches = zip(("at_8", "at_16"), (8, 16), values, strict=True)
-        runs = {name: {"tokens": tokens, "val_loss": value} for name, tokens, value in branches}
-        write_run(folder, arm, seed, 0.5, runs=runs)
-    columns = ["runs.at_8.val_loss", "runs.at_16.val_loss", "accuracy"]
-    (folder / "experiment.json").write_text(json.dumps({"arms": {"gsm": [], "other": []}, "table": columns}))
-    compare(str(folder))
-    assert (folder / "comparison_budgets_val_loss.png").is_file()
-    (figure,) = [one for one in drawn if one.axes[-1].get_ylabel() == "difference from gsm"]
-    left, right = ([line.get_xydata().tolist() for line in axes.get_lines()] for axes in figure.axes)
-    assert left == [[[8, pytest.approx(3.1)], [16, pytest.approx(2.1)]], [[8, 2.5], [16, 2.1]]]
-    assert right == [[[8, -0.5], [16, pytest.approx(0.1)]]]
-
-
 def test_loads_are_drawn_as_cells(experiment: Path, drawn: list):
     write_run(experiment, "control", 7, 0.5, by_load={"find": {"1": 1.0, "64": 0.25}, "wait": {"2": 0.5}})
     compare(str(experiment))

@@ -251,7 +251,6 @@ def _panels(table: Table, by_arm: ByArm) -> Iterator[tuple[str, Picture]]:
         for axes in panels[1:]:
             axes.tick_params(labelleft=False)  # the arms are those of the first panel
         yield "values", _picture(figure, "values")
-    yield from _budgets(table.columns, by_arm)
     tested = _tested(by_arm, "by_length")
     if tested:
         columns = min(2, len(tested))
@@ -263,42 +262,6 @@ def _panels(table: Table, by_arm: ByArm) -> Iterator[tuple[str, Picture]]:
         figure, panels = plots.figure(len(loaded), height=1.1 + 0.22 * len(by_arm), grid=False)
         plots.cells(panels, loaded, "load (needles, tokens, times told)", "answered (fraction)")
         yield "loads", _picture(figure, "loads")
-
-
-def _budgets(columns: Sequence[str], by_arm: ByArm) -> Iterator[tuple[str, Picture]]:
-    """Yield a picture for each metric of several runs after one another that the table has: by the tokens trained on,
-    and the differences from the first arm, seed by seed."""
-    metrics: dict[str, list[str]] = {}
-    for column in columns:
-        before, _, metric = column.rpartition(".")
-        if before.startswith("runs."):
-            metrics.setdefault(metric, []).append(before)
-    for metric, branches in metrics.items():
-        values = {arm: {run.seed: _by_tokens(run, branches, metric) for run in runs} for arm, runs in by_arm.items()}
-        if not any(len(points) > 1 for seeds in values.values() for points in seeds.values()):
-            continue
-        (first, base), *others = values.items()
-        figure, (left, right) = plots.figure(2, height=3.2, width=5.2)
-        plots.curves(
-            left, {arm: list(seeds.values()) for arm, seeds in values.items()}, AXES["tokens"], plots.label(metric)
-        )
-        apart = {arm: [_apart(points, base.get(seed, {})) for seed, points in seeds.items()] for arm, seeds in others}
-        plots.curves(right, {first: [], **apart}, AXES["tokens"], f"difference from {first}")
-        for axes in (left, right):
-            axes.set_xscale("log", base=2)
-        yield f"budgets_{metric}", _picture(figure, f"budgets_{metric}")
-
-
-def _by_tokens(run: RunSummary, branches: Sequence[str], metric: str) -> dict[float, float]:
-    """Return a metric of each branch by all tokens that the branch was trained on; nothing where these do not rise from
-    column to column: then they are runs of other kinds."""
-    pairs = [(run.value(f"{branch}.tokens"), run.value(f"{branch}.{metric}")) for branch in branches]
-    points = {tokens: value for tokens, value in pairs if tokens is not None and value is not None}
-    return points if list(points) == sorted(points) and len(points) == len(pairs) else {}
-
-
-def _apart(points: Mapping[float, float], base: Mapping[float, float]) -> dict[float, float]:
-    return {tokens: value - base[tokens] for tokens, value in points.items() if tokens in base}
 
 
 def _tested(by_arm: ByArm, key: str) -> dict[str, dict[str, list[dict[int, float]]]]:
