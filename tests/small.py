@@ -72,8 +72,8 @@ def variant(group: str, name: str):
 
 
 def comparators() -> list[str]:
-    """The models that are compared with GSM and the baseline (``gsm_convolved`` is a GSM, and a variant of a slot)."""
-    return [name for name in variants("model") if name not in ("gsm", "gsm_convolved", "baseline")]
+    """The models that are compared with GSM and the baseline (``gsm_recurrent`` is a GSM, and a variant of a slot)."""
+    return [name for name in variants("model") if name not in ("gsm", "gsm_recurrent", "baseline")]
 
 
 def comparator(name: str, geometry: Geometry, **options) -> LanguageModel:

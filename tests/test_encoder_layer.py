@@ -16,6 +16,7 @@ from gsm.costs.model import cost
 from gsm.layers.residual import Streams
 from gsm.models.base import LanguageModel
 from gsm.models.schedule import gsm_schedule
+from gsm.paths import variants
 from gsm.slots.encoder_layer import Attention, Recurrent
 from gsm.span import Span, document_positions
 from gsm.training.folder import differences
@@ -46,7 +47,10 @@ def test_a_layer_above_a_recurrence_needs_all_positions():
 
 def test_a_new_encoder_with_convolutions_is_the_paper_s():
     """A seed draws the same weights, and the filters are zeros."""
-    paper, convolved = (gsm.build_model(name, size="pico", seed=3) for name in ("gsm", "gsm_convolved"))
+    paper, convolved = (
+        gsm.build_model("gsm", size="pico", overrides=words, seed=3)
+        for words in ([], ["model/encoder_layer=convolved"])
+    )
     weights = convolved.state_dict()
     filters = [weights.pop(f"encoder.blocks.{layer}.convolution.weight") for layer in range(4)]
     assert all(weight.shape == (64, CONVOLUTION) and not weight.any() for weight in filters)
@@ -85,11 +89,7 @@ def test_rows_that_lack_tokens_for_a_convolution_are_not_used():
 
 
 @torch.no_grad()
-def test_gsm_convolved_is_gsm_but_for_its_encoder_s_feed_forwards():
-    convolved, chosen = (
-        compose(words)["model"] for words in (["model=gsm_convolved"], ["model/encoder_layer=convolved"])
-    )
-    assert convolved == chosen
+def test_convolutions_before_feed_forwards_keep_three_inputs_and_leave_all_other_bytes():
     bytes_of = [
         model(random_tokens(1, 50), memory=model.start(1)).memory.breakdown()
         for model in (build("gsm-encoder_layer=convolved"), build("gsm"))
@@ -184,11 +184,20 @@ def test_a_stage_on_a_recurrent_layer_reads_the_entries_of_the_layer_below():
     assert not torch.equal(seen["stage/2/weights"], patched["stage/2/weights"])
 
 
-def test_half_of_the_heads_in_recurrent_layers_make_the_parameters_of_the_paper_s_encoder_at_nano():
-    words = ["model/encoder_layer=recurrent", "model.encoder_layer.heads=2"]
+@pytest.mark.parametrize("size", variants("size"))
+def test_gsm_recurrent_has_the_parameters_of_gsm_at_every_size(size: str):
     with torch.device("meta"):
-        paper, recurrent = (gsm.build_model("gsm", overrides=more).parameter_report() for more in ([], words))
-    assert 0 < recurrent.total / paper.total - 1 < 0.002
+        paper, recurrent = (gsm.build_model(name, size=size) for name in ("gsm", "gsm_recurrent"))
+    kinds = {type(block.attention).__name__ for block in recurrent.encoder}
+    assert kinds == {GDN, "SparseAttention"}
+    assert abs(recurrent.parameter_report().total / paper.parameter_report().total - 1) < 0.015
+
+
+def test_heads_that_a_mixer_refuses_are_not_chosen():
+    words = ["model/encoder_layer=recurrent", "model/mixer@model.encoder_layer.mixer=sliding_window"]
+    words = [*words, "model.encoder_layer.mixer.key_value_heads=4"]
+    model = gsm.build_model("gsm", size="pico", overrides=words)
+    assert model.get_submodule("encoder.blocks.0.attention").query.heads == 4
 
 
 def test_filters_are_left_to_adamw_and_count_as_convolutions():

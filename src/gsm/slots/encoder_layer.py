@@ -7,10 +7,15 @@ layer below it.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
+
+import torch
+from torch import nn
 
 from gsm.errors import within
 from gsm.layers.block import Mixer, MixerGeometry
@@ -66,7 +71,8 @@ class Recurrent(Attention):
 
     Args:
         mixer: called with ``shape, geometry=..., name=...``.
-        heads: heads of these mixers; None: the size's.
+        heads: heads of these mixers; None: the divisor of the size's that brings the number of their parameters
+            nearest to that of the attention that they replace.
         place_bias: of Full layers, as in ``Attention``.
         feed_forward_convolution: of all layers, as in ``Attention``.
 
@@ -87,6 +93,27 @@ class Recurrent(Attention):
 
     def layer(self, shape: Shape, role: Role, *, geometry: MixerGeometry, **common: Any) -> Mixer:
         """Build the mixer, or the attention of a Full layer."""
+        attention = partial(super().layer, shape, role, geometry=geometry, **common)
         if role == "full":
-            return super().layer(shape, role, geometry=geometry, **common)
-        return self.mixer(replace(shape, heads=self.heads or shape.heads), geometry=geometry, name=common["name"])
+            return attention()
+        mixer = partial(self.mixer, geometry=geometry, name=common["name"])
+        return mixer(replace(shape, heads=self.heads or fitting_heads(mixer, shape, attention)))
+
+
+def fitting_heads(mixer: Callable[[Shape], Any], shape: Shape, target: Callable[[], Any]) -> int:
+    """Return the divisor of the shape's heads with which a mixer's parameters are nearest to the target's.
+
+    Divisors that the mixer refuses are left out.
+    """
+    difference = {}
+    with torch.device("meta"):
+        goal = parameter_count(target())
+        for heads in (heads for heads in range(1, shape.heads + 1) if shape.heads % heads == 0):
+            with contextlib.suppress(ValueError):
+                difference[heads] = abs(parameter_count(mixer(replace(shape, heads=heads))) - goal)
+    return min(difference, key=difference.__getitem__, default=shape.heads)
+
+
+def parameter_count(part: nn.Module) -> int:
+    """Return the number of parameters of a part."""
+    return sum(parameter.numel() for parameter in part.parameters())
