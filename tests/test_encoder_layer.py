@@ -193,11 +193,26 @@ def test_gsm_recurrent_has_the_parameters_of_gsm_at_every_size(size: str):
     assert abs(recurrent.parameter_report().total / paper.parameter_report().total - 1) < 0.015
 
 
+def test_heads_are_chosen_without_a_random_number_and_can_be_set():
+    chosen, states = [], []
+    for words in ([], ["model.encoder_layer.heads=1"], ["model.encoder_layer.heads=4"]):
+        torch.manual_seed(5)
+        chosen.append(gsm.build_model("gsm_recurrent", size="pico", overrides=words))
+        states.append(torch.get_rng_state())
+    fitted, one, four = (model.state_dict() for model in chosen)
+    assert fitted.keys() == one.keys() and all(torch.equal(weight, one[name]) for name, weight in fitted.items())
+    assert torch.equal(states[0], states[1])
+    name = "encoder.blocks.0.attention.decay.weight"
+    assert len(four[name]) == 4 * len(one[name])
+
+
 def test_heads_that_a_mixer_refuses_are_not_chosen():
     words = ["model/encoder_layer=recurrent", "model/mixer@model.encoder_layer.mixer=sliding_window"]
     words = [*words, "model.encoder_layer.mixer.key_value_heads=4"]
     model = gsm.build_model("gsm", size="pico", overrides=words)
     assert model.get_submodule("encoder.blocks.0.attention").query.heads == 4
+    with pytest.raises(ValueError, match="must divide the 4 query heads"):
+        gsm.build_model("gsm", size="pico", overrides=[*words[:2], "model.encoder_layer.mixer.key_value_heads=3"])
 
 
 def test_filters_are_left_to_adamw_and_count_as_convolutions():

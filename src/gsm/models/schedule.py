@@ -11,7 +11,8 @@
 
 A layer that computes R rows reads R + W - 1 positions of the layer below (its window), so the number of rows falls by W
 - 1 per layer upwards. Banks need every position, so no layer below the last bank can compute fewer (paper, equation
-14). A layer with a convolution reads a few positions more, and a recurrence needs every position.
+14). The first rows of a layer with a convolution are incomplete, so it computes a few more. A recurrence needs every
+position.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from gsm.errors import within
 from gsm.layers.block import Mixer, MixerGeometry
+from gsm.layers.costs import products
 from gsm.layers.projections import Shape
 from gsm.layers.sparse import Role, SparseAttention
 
@@ -103,17 +103,13 @@ class Recurrent(Attention):
 def fitting_heads(mixer: Callable[[Shape], Any], shape: Shape, target: Callable[[], Any]) -> int:
     """Return the divisor of the shape's heads with which a mixer's parameters are nearest to the target's.
 
-    Divisors that the mixer refuses are left out.
+    Divisors that the mixer refuses are left out. If all are equally near, the shape's heads stay.
     """
-    difference = {}
+    differences = {}
     with torch.device("meta"):
-        goal = parameter_count(target())
-        for heads in (heads for heads in range(1, shape.heads + 1) if shape.heads % heads == 0):
-            with contextlib.suppress(ValueError):
-                difference[heads] = abs(parameter_count(mixer(replace(shape, heads=heads))) - goal)
-    return min(difference, key=difference.__getitem__, default=shape.heads)
-
-
-def parameter_count(part: nn.Module) -> int:
-    """Return the number of parameters of a part."""
-    return sum(parameter.numel() for parameter in part.parameters())
+        goal = products(target()).weights
+        for heads in range(shape.heads, 0, -1):
+            if shape.heads % heads == 0:
+                with contextlib.suppress(ValueError):
+                    differences[heads] = abs(products(mixer(replace(shape, heads=heads))).weights - goal)
+    return min(differences, key=differences.__getitem__, default=shape.heads)
