@@ -86,10 +86,10 @@ def test_a_verdict_needs_a_difference_that_a_paired_t_test_finds(tmp_path: Path)
     assert said.startswith(
         "val_loss (lower is better), beside first: better: lower (-0.4967 [-0.5110, -0.4823], 3 seeds); "
     )
-    assert "; cannot be told apart: near (" in said
+    assert "; no difference shown: near (" in said
     assert said.endswith("3 seeds), alone (+8.0000, one seed)")
     (said,) = summarise(read_runs(tmp_path), ["parameters"], arms).verdicts()
     assert "; " in said and "parameters, beside first: lower: lower (" in said, "no direction is better"
     pair = [run for run in read_runs(tmp_path) if run.seed < 2 and run.arm in ("first", "near")]
-    assert "cannot be told apart: near (+0.0000, 2 seeds)" in summarise(pair, ["val_loss"]).verdicts()[0]
+    assert "no difference shown: near (+0.0000, 2 seeds)" in summarise(pair, ["val_loss"]).verdicts()[0]
     assert summarise(pair, ["val_loss", "overlap.mean"]).meanings()[1].startswith("overlap.mean: fraction of")

@@ -130,7 +130,7 @@ class Table:
             if cell.count:
                 differs = (words or ("lower", "higher"))[(cell.mean or 0) > 0]
                 seeds = "one seed" if cell.count == 1 else f"{cell.count} seeds"
-                verdict = differs if cell.differs else "cannot be told apart"
+                verdict = differs if cell.differs else "no difference shown"
                 groups.setdefault(verdict, []).append(f"{arm} ({cell}, {seeds})")
         verdicts = "; ".join(f"{verdict}: {', '.join(arms)}" for verdict, arms in groups.items())
         title = f"{column} ({direction})" if words else column
