@@ -4,7 +4,8 @@
     python -m gsm.experiments.rows docs/results.md         # rewrite the tables between the markers of a page
 
 A marker names a file of rows and its columns. The first arm, or `against=`, is subtracted from the others. A column
-`ln(a:b)` is the logarithm of the ratio of two columns. `picture=` draws every seed of the first column:
+`ln(a:b)` is the logarithm of the ratio of two columns. `without=0` leaves out the seed that chose an arm.
+`picture=` draws every seed of the first column:
 
     <!-- rows: residual bits_per_byte learning_rate against=mhc picture=residual.png -->
     <!-- end -->
@@ -243,6 +244,7 @@ def _asked(words: str, folder: Path) -> tuple[str, Table, dict[str, str]]:
     options = dict(word.split("=", 1) for word in rest if "=" in word)
     columns, path = [word for word in rest if "=" not in word], folder / f"{name}.csv"
     trained = runs(path) if path.is_file() else []
+    trained = [run for run in trained if str(run.seed) != options.get("without")]
     for run in trained:
         for change in filter(None, map(CHANGE.fullmatch, columns)):
             ends = run.value(change["after"]), run.value(change["before"])
