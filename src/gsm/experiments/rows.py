@@ -243,8 +243,8 @@ def _asked(words: str, folder: Path) -> tuple[str, Table, dict[str, str]]:
     name, *rest = words.split()
     options = dict(word.split("=", 1) for word in rest if "=" in word)
     columns, path = [word for word in rest if "=" not in word], folder / f"{name}.csv"
-    trained = runs(path) if path.is_file() else []
-    trained = [run for run in trained if str(run.seed) != options.get("without")]
+    known = runs(path) if path.is_file() else []
+    trained = [run for run in known if str(run.seed) != options.get("without")]
     for run in trained:
         for change in filter(None, map(CHANGE.fullmatch, columns)):
             ends = run.value(change["after"]), run.value(change["before"])
