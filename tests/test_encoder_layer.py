@@ -1,4 +1,5 @@
-"""The layers of the encoder of GSM as a slot: a convolution before their feed-forwards, recurrences in place of some.
+"""The layers of the encoder of GSM as a slot: a convolution before their feed-forwards, recurrences in place
+of some or beside them.
 (test_three_ways, test_memory, test_pieces and others compare the modes of every variant.)"""
 
 from __future__ import annotations
@@ -6,7 +7,6 @@ from __future__ import annotations
 import pytest
 import torch
 from small import GEOMETRY, SHALLOW, M, W, assert_same, build, random_tokens, variant
-from torch import Tensor
 
 import gsm
 from gsm.analysis.attention import names_of
@@ -14,7 +14,6 @@ from gsm.analysis.rollout import TAPS, state_routes
 from gsm.config.compose import compose
 from gsm.costs.model import cost
 from gsm.layers.residual import Streams
-from gsm.models.base import LanguageModel
 from gsm.models.schedule import gsm_schedule
 from gsm.paths import variants
 from gsm.slots.encoder_layer import Attention, Recurrent
@@ -23,7 +22,10 @@ from gsm.training.folder import differences
 from gsm.training.optimizer import Muon
 
 CONVOLUTION, GDN = 4, "GatedDeltaNet"
-BOTH = {"encoder_layer": Recurrent(variant("mixer", "gated_delta_net"), feed_forward_convolution=CONVOLUTION)}
+BOTH = [
+    Recurrent(variant("mixer", "gated_delta_net"), beside=beside, feed_forward_convolution=CONVOLUTION)
+    for beside in (False, True)
+]
 
 
 def test_the_rows_of_the_paper_s_encoder_are_those_of_equation_14():
@@ -116,38 +118,11 @@ def test_a_comparator_with_the_same_convolutions_is_one_computation_in_all_modes
             assert_same(read.logits[:, -1], full[:, 56 + t], f"token {t} after chunks of {chunk}")
 
 
-@torch.no_grad()
-def test_a_place_bias_can_give_the_channels_of_an_entry_to_single_tokens_of_its_group():
-    model, tokens = build("gsm-encoder_layer=placed", geometry=SHALLOW), random_tokens(1, 21)
-    compressor = model.get_submodule("encoder.blocks.1.attention.compressor")
-    first_C = torch.arange(GEOMETRY.entry_dim) % 2 == 0
-    compressor.place_bias.copy_(torch.stack([first_C, ~first_C]).flatten() * 1e6)
-    with gsm.record("encoder/2/latent") as seen:
-        documents = torch.tensor([[0] * 5 + [1] * 16])
-        read = model(tokens[:, :8], documents=documents[:, :8], memory=model.start(1)).memory
-        model(tokens, documents=documents)
-        whole_BGC = seen["encoder/2/latent"]
-        model(tokens[:, 8:], documents=documents[:, 8:], memory=read)
-    value_TC = compressor.value(seen_input(model, tokens, documents))[0]
-    for group, start in enumerate([0, 2, *range(5, 21, 2)]):
-        wanted_C = torch.where(first_C, value_TC[start], value_TC[start + 1])
-        assert_same(whole_BGC[0, group], compressor.norm(wanted_C), f"group from token {start}", 1e-9)
-    assert_same(seen["encoder/2/latent"][0, :7], whole_BGC[0, 3:], "after a group that was begun in an earlier call")
-
-
-def seen_input(model: LanguageModel, tokens: Tensor, documents: Tensor) -> Tensor:
-    """Return the normed input of the attention of encoder layer 2."""
-    block, inputs = model.get_submodule("encoder.blocks.1"), []
-    hook = block.attention.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
-    model(tokens, documents=documents)
-    hook.remove()
-    return inputs[0]
-
-
 @pytest.mark.parametrize("capacity", [None, 60])
+@pytest.mark.parametrize("both", BOTH)
 @torch.no_grad()
-def test_convolutions_in_all_layers_and_recurrences_in_some_are_one_computation_in_all_modes(capacity):
-    model, tokens = build("gsm", **BOTH), random_tokens(2, 60)
+def test_convolutions_in_all_layers_and_recurrences_in_some_are_one_computation_in_all_modes(capacity, both):
+    model, tokens = build("gsm", encoder_layer=both), random_tokens(2, 60)
     assert [block.incomplete for block in model.encoder] == [CONVOLUTION - 1] * GEOMETRY.encoder_layers
     full = model(tokens).logits
     assert_same(model(tokens, rows=5).logits, full[:, -5:], "pruned")
@@ -182,6 +157,33 @@ def test_a_stage_on_a_recurrent_layer_reads_the_entries_of_the_layer_below():
     with gsm.patch("encoder/2/window", lambda x: x + 1), gsm.record("stage/2/weights") as patched:
         model(random_tokens(1, 30))
     assert not torch.equal(seen["stage/2/weights"], patched["stage/2/weights"])
+
+
+@torch.no_grad()
+def test_a_recurrence_beside_attention_adds_to_it_and_leaves_the_rest_as_it_is():
+    """Two layers of their own, called one by one, give the sum; bytes and operations are those of both."""
+    beside = Recurrent(variant("mixer", "gated_delta_net"), heads=2, beside=True)
+    model, paper = build("gsm", encoder_layer=beside), build("gsm")
+    assert [type(block.attention).__name__ for block in model.encoder] == ["Beside", *["SparseAttention"] * 2, "Beside"]
+    names = {name.replace("attention.attention.", "attention."): name for name, _ in model.named_parameters()}
+    assert {name for name in names if ".recurrence." not in name} == dict(paper.named_parameters()).keys()
+    with gsm.record("encoder/3/bank", "encoder/3/top_k") as seen:
+        model(random_tokens(1, 30))
+    with gsm.record("stage/2/top_k") as stage:
+        model(random_tokens(1, 30))
+    assert torch.equal(stage["stage/2/top_k"], seen["encoder/3/top_k"])
+    layer = model.get_submodule("encoder.blocks.0.attention")
+    position_BT = document_positions(torch.zeros(1, 14, dtype=torch.int64), *torch.full((2, 1), -1))
+    span, x_BTD = Span(position_BT, 14), torch.randn(1, 14, GEOMETRY.dim, dtype=torch.float64)
+    parts = [part(x_BTD, span, part.start(1, "encoder"), None)[0] for part in (layer.attention, layer.recurrence)]
+    assert_same(layer(x_BTD, span, layer.start(1, "encoder"), None)[0], sum(parts), "the sum of both")
+    alone = build("gsm", encoder_layer=Recurrent(variant("mixer", "gated_delta_net"), heads=2))
+    bytes_of = [m(random_tokens(1, 50), memory=m.start(1)).memory.breakdown() for m in (model, paper, alone)]
+    state = {kind: bytes_of[2][kind] for kind in ("encoder_state", "encoder_convolution")}
+    assert bytes_of[0] == {**bytes_of[1], **state}
+    flops = [cost(m).forward_flops(50, 50) for m in (model, paper, alone)]
+    assert flops[0]["encoder/recurrence"] == flops[2]["encoder/recurrence"]
+    assert flops[0]["encoder/attention"] == flops[1]["encoder/attention"]
 
 
 @pytest.mark.parametrize("size", variants("size"))
@@ -247,5 +249,5 @@ def test_a_run_of_before_the_slot_is_one_with_the_paper_s_layers():
     new = compose(["model=gsm"])
     old = {**new, "model": {key: value for key, value in new["model"].items() if key != "encoder_layer"}}
     assert differences(old, new) == []
-    for name in ("convolved", "placed", "recurrent"):
+    for name in ("convolved", "recurrent"):
         assert differences(old, compose(["model=gsm", f"model/encoder_layer={name}"]))

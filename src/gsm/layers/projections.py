@@ -19,7 +19,6 @@ from gsm.layers.linear import INTO_RESIDUAL, GroupedLinear, Linear
 from gsm.layers.norm import RMSNorm
 from gsm.layers.rope import Angles
 from gsm_kernels import pool_groups, rotate
-from gsm_kernels.device import in_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,26 +97,20 @@ class Compressor(nn.Module):
     Args:
         shape: shared widths.
         ratio: tokens per entry (m); no gate for 1.
-        place_bias: whether the gate has a bias for each place in the group and channel, which starts at zero.
     """
 
-    def __init__(self, shape: Shape, ratio: int, *, place_bias: bool = False):
+    def __init__(self, shape: Shape, ratio: int):
         super().__init__()
         self.ratio, self.entry_dim = ratio, shape.entry_dim
         self.value = Linear(shape.dim, shape.entry_dim)
         self.gate = Linear(shape.dim, shape.entry_dim) if ratio > 1 else None
         self.norm = RMSNorm(shape.entry_dim)
-        self.place_bias = nn.Parameter(torch.zeros(ratio * shape.entry_dim)) if place_bias and ratio > 1 else None
 
-    def project(self, x_BTD: Tensor, position_BT: Tensor) -> Tensor:
+    def project(self, x_BTD: Tensor) -> Tensor:
         """Return values and gates of single tokens, concatenated. The cache stores these for an unfinished group."""
         if self.gate is None:
             return self.value(x_BTD)
-        value_BTC, gate_BTC = self.value(x_BTD), self.gate(x_BTD)
-        if self.place_bias is not None:
-            bias_mC = in_dtype(self.place_bias, gate_BTC.dtype).unflatten(0, (self.ratio, -1))
-            gate_BTC = gate_BTC + bias_mC[position_BT % self.ratio]
-        return torch.cat([value_BTC, gate_BTC], dim=-1)
+        return torch.cat([self.value(x_BTD), self.gate(x_BTD)], dim=-1)
 
     def pool(self, seen_BEC: Tensor, slots: Slots, new: int) -> Tensor:
         """Return the latents of the groups that finish in this call.

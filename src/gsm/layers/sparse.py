@@ -52,7 +52,6 @@ class SparseAttention(LatentAttention):
             stages, and has no indexer.
         pool_blocks: number of candidate blocks per row that a Full layer publishes; later Reindex layers search only
             these (None: no pool).
-        place_bias: as in ``Compressor``, for a Full layer.
         indexer_training: trains its indexer.
     """
 
@@ -68,13 +67,12 @@ class SparseAttention(LatentAttention):
         name: str,
         reads_bank: bool = True,
         pool_blocks: int | None = None,
-        place_bias: bool = False,
         indexer_training: IndexerTraining | None = None,
     ):
         super().__init__(shape.dim, shape, window=window, rope=rope, name=name, indexer_training=indexer_training)
         self.role, self.top_k, self.ratio, self.pool_blocks = role, top_k, ratio, pool_blocks
         self.window = Entry(shape)
-        self.compressor = Compressor(shape, ratio, place_bias=place_bias) if role == "full" else None
+        self.compressor = Compressor(shape, ratio) if role == "full" else None
         indexes = reads_bank and role in ("full", "reindex")
         self.indexer = Indexer(shape.query_rank, shape.dim, shape, owns_keys=role == "full") if indexes else None
 
@@ -123,7 +121,7 @@ class SparseAttention(LatentAttention):
         """Return the layer's own bank, with the groups that finish in this call; (None, None) if it owns none."""
         if self.compressor is None or cache is None:
             return None, None
-        projected_BEC, pending = cache.pending.extend(self.compressor.project(x_BTD, span.position_BT))
+        projected_BEC, pending = cache.pending.extend(self.compressor.project(x_BTD))
         # All banks of one ratio are equally full, so they share one plan and one table of angles.
         slots = span.once(("slots", self.ratio), lambda: plan_slots(span.position_BT, self.ratio, cache.count_B))
         latent_BGC = tap((self, "latent"), self.compressor.pool(projected_BEC, slots, x_BTD.shape[1]))

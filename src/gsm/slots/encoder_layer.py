@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from gsm.errors import within
+from gsm.layers.beside import Beside
 from gsm.layers.block import Mixer, MixerGeometry
 from gsm.layers.costs import products
 from gsm.layers.projections import Shape
@@ -47,33 +48,33 @@ class EncoderLayer(ABC):
 
 
 class Attention(EncoderLayer):
-    """Sparse attention in every layer: the paper's (section 3.1), or one that sees the order of neighbouring tokens.
+    """Sparse attention in every layer: the paper's (section 3.1).
 
     Args:
-        place_bias: whether the gate that pools tokens into a bank entry has a bias for each place in the group.
         feed_forward_convolution: tokens that a short convolution before each feed-forward sees; 1: no convolution.
     """
 
-    def __init__(self, place_bias: bool = False, feed_forward_convolution: int = 1):
+    def __init__(self, feed_forward_convolution: int = 1):
         within(1, 1024, feed_forward_convolution=feed_forward_convolution)
-        self.place_bias, self.feed_forward_convolution = place_bias, feed_forward_convolution
+        self.feed_forward_convolution = feed_forward_convolution
 
     def layer(self, shape: Shape, role: Role, *, geometry: MixerGeometry, **common: Any) -> Mixer:
         """Build the attention."""
-        return SparseAttention(shape, role, place_bias=self.place_bias, **common)
+        return SparseAttention(shape, role, **common)
 
 
 ATTENTION = Attention()
 
 
 class Recurrent(Attention):
-    """Recurrences, or any other mixers, in the layers without a bank of their own; sparse attention in Full layers.
+    """Recurrences, or any other mixers, in the layers that build no bank; sparse attention in Full layers.
 
     Args:
         mixer: called with ``shape, geometry=..., name=...``.
         heads: heads of these mixers; None: the divisor of the size's that brings the number of their parameters
-            nearest to that of the attention that they replace.
-        place_bias: of Full layers, as in ``Attention``.
+            nearest to that of the layer's attention.
+        beside: whether these layers keep their attention and add the mixer's output (``Beside``); false: the mixer is
+            in place of the attention.
         feed_forward_convolution: of all layers, as in ``Attention``.
 
     Raises:
@@ -84,12 +85,12 @@ class Recurrent(Attention):
         self,
         mixer: Callable[..., Mixer],
         heads: int | None = None,
-        place_bias: bool = False,
+        beside: bool = False,
         feed_forward_convolution: int = 1,
     ):
-        super().__init__(place_bias, feed_forward_convolution)
+        super().__init__(feed_forward_convolution)
         within(1, heads=heads)
-        self.mixer, self.heads = mixer, heads
+        self.mixer, self.heads, self.beside = mixer, heads, beside
 
     def layer(self, shape: Shape, role: Role, *, geometry: MixerGeometry, **common: Any) -> Mixer:
         """Build the mixer, or the attention of a Full layer."""
@@ -97,7 +98,8 @@ class Recurrent(Attention):
         if role == "full":
             return attention()
         mixer = partial(self.mixer, geometry=geometry, name=common["name"])
-        return mixer(replace(shape, heads=self.heads or fitting_heads(mixer, shape, attention)))
+        shape = replace(shape, heads=self.heads or fitting_heads(mixer, shape, attention))
+        return Beside(attention(), mixer(shape)) if self.beside else mixer(shape)
 
 
 def fitting_heads(mixer: Callable[[Shape], Any], shape: Shape, target: Callable[[], Any]) -> int:

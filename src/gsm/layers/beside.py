@@ -1,0 +1,43 @@
+"""Attention and a recurrence beside each other, in one layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from gsm.layers.block import LayerOutput, Mixer
+from gsm.layers.costs import LayerCost
+from gsm.span import Span
+
+
+class Beside(nn.Module):
+    """The sum of two mixers of one input, as in Hymba (Dong et al., 2024, arXiv 2411.13676).
+
+    Layers and stages above see the entries of the attention.
+
+    Args:
+        attention: a mixer of any kind.
+        recurrence: a mixer that passes no entries on.
+    """
+
+    # Number of earlier positions of its input that a row needs: all of them.
+    reach: int | None = None
+
+    def __init__(self, attention: Mixer, recurrence: Mixer):
+        super().__init__()
+        self.attention, self.recurrence = attention, recurrence
+
+    def start(self, batch: int, kind: str) -> tuple[Any, Any]:
+        """Return the empty caches of both; ``kind`` (``encoder`` or ``decoder``) labels their bytes."""
+        return self.attention.start(batch, kind), self.recurrence.start(batch, kind)
+
+    def forward(self, x_BTD: Tensor, span: Span, cache: tuple[Any, Any], below: Any) -> tuple[Tensor, LayerOutput]:
+        """Run both on the T new positions; return the sum of their updates of the last R, [B, R, D]."""
+        attended_BRD, out = self.attention(x_BTD, span, cache[0], below)
+        recurred_BRD, other = self.recurrence(x_BTD, span, cache[1], below)
+        return attended_BRD + recurred_BRD, out._replace(cache=(out.cache, other.cache))
+
+    def work(self, kind: str, below: LayerCost | None) -> LayerCost:
+        """Return the cost of both."""
+        return self.attention.work(kind, below) + self.recurrence.work(kind, below)
