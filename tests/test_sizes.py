@@ -90,8 +90,8 @@ def test_comparators_have_the_baseline_s_parameters_or_report_the_difference(nam
 
 @pytest.mark.parametrize("size", variants("size"))
 def test_the_size_chooses_the_residual(size):
-    """Plain residuals at nano, four streams at the others, and any number that is asked for."""
-    assert model_of("gsm", size).encoder.streams == (1 if size == "nano" else 4)
+    """Plain residuals at both nanos, four streams at the others, and any number that is asked for."""
+    assert model_of("gsm", size).encoder.streams == (1 if size.startswith("nano") else 4)
     if size == "pico":
         for streams, kind in ((1, Plain), (2, HyperConnection)):
             (block, *_) = gsm.build_model("gsm", size, [f"size.streams={streams}"]).encoder
@@ -107,7 +107,19 @@ def test_sizes_follow_the_paper_s_appendix(size):
     assert geometry.window + geometry.top_k == 256
 
 
-@pytest.mark.parametrize("size", variants("size"))
+def test_nano_deep_is_nano_with_more_layers_in_the_encoder_and_fewer_in_the_decoder():
+    nano, deep = (compose([f"size={size}"]) for size in ("nano", "nano_deep"))
+    changed = {field for field, value in deep["size"].items() if value != nano["size"][field]}
+    assert changed == {
+        "encoder_layers", "decoder_layers", "bank_layers", "stages", "decoder_full", "decoder_reindex"
+    }  # fmt: skip
+    assert deep["size"]["encoder_layers"] + deep["size"]["decoder_layers"] == 8 and deep["recipe"] == nano["recipe"]
+
+
+WHOLE = [size for size in variants("size") if size != "nano_deep"]  # nano_deep changes a few fields of nano
+
+
+@pytest.mark.parametrize("size", WHOLE)
 def test_every_size_names_every_width(size):
     written = set(OmegaConf.load(ROOT / "configs" / "size" / f"{size}.yaml")) - {"_target_", "defaults"}
     assert written == {field.name for field in fields(Geometry)}
@@ -117,7 +129,7 @@ def _geometry(size: str) -> Geometry:
     return model_of("gsm", size).geometry
 
 
-@pytest.mark.parametrize("size", variants("size"))
+@pytest.mark.parametrize("size", WHOLE)
 def test_every_size_has_a_recipe_whose_numbers_follow_from_its_context(size: str):
     composed = compose([f"size={size}"])
     recipe, context = composed["recipe"], composed["size"]["context"]
