@@ -9,7 +9,7 @@ import torch
 from small import GEOMETRY, SHALLOW, M, W, assert_same, build, random_tokens, variant
 
 import gsm
-from gsm.analysis.attention import names_of
+from gsm.analysis.attention import names_of, with_recurrences
 from gsm.analysis.rollout import TAPS, state_routes
 from gsm.config.compose import compose
 from gsm.costs.model import cost
@@ -240,6 +240,7 @@ def test_analyses_that_multiply_attention_weights_refuse_recurrent_layers():
     assert [name for name in names_of(model) if name.startswith("encoder")] == ["encoder/2", "encoder/3"]
     with gsm.record(*TAPS) as seen:
         model(random_tokens(1, 20))
+    assert with_recurrences(build("gsm", encoder_layer=BOTH[1])) == [1, 4]
     with pytest.raises(ValueError, match=r"encoder layers \[1, 4\] .* Use a .*model/encoder_layer=attention"):
         state_routes(model, seen)
 
@@ -249,5 +250,5 @@ def test_a_run_of_before_the_slot_is_one_with_the_paper_s_layers():
     new = compose(["model=gsm"])
     old = {**new, "model": {key: value for key, value in new["model"].items() if key != "encoder_layer"}}
     assert differences(old, new) == []
-    for name in ("convolved", "recurrent"):
+    for name in ("beside", "convolved", "recurrent"):
         assert differences(old, compose(["model=gsm", f"model/encoder_layer={name}"]))

@@ -48,6 +48,7 @@ def test_a_full_disk_is_no_terminal():
 def test_ctrl_c_while_importing_ends_without_a_word():
     """It printed 25 lines of PyTorch's modules."""
     waits = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have ignored it\n"
         "from gsm.terminal import importing\nimport time\nwith importing():\n  print('', flush=True); time.sleep(60)"
     )
     child = subprocess.Popen([sys.executable, "-c", waits], stdout=-1, stderr=-1, env=WITH, text=True)

@@ -94,16 +94,17 @@ def decoder_attention(model: GSM, seen: Recording) -> Tensor:
 
 
 def names_of(model: GSM) -> list[str]:
-    """All attentions in the order of the computation: ``encoder/1`` .., ``stage/1`` .., ``decoder/5`` .."""
+    """All attentions in the order of the computation, ``encoder/1`` .., ``stage/1`` .., ``decoder/5`` .., apart from
+    those beside a recurrence."""
     geometry, stages = model.geometry, len(model.aggregation.layers)
     layers = range(1, geometry.encoder_layers + 1)
-    encoder = [f"encoder/{layer}" for layer in layers if layer not in without_attention(model)]
+    encoder = [f"encoder/{layer}" for layer in layers if layer not in with_recurrences(model)]
     decoder = [f"decoder/{layer}" for layer in range(geometry.encoder_layers + 1, geometry.depth + 1)]
     return [*encoder, *(f"stage/{stage}" for stage in range(1, stages + 1)), *decoder]
 
 
-def without_attention(model: GSM) -> list[int]:
-    """Return the encoder layers without attention weights: their mixers are recurrences (``model/encoder_layer``)."""
+def with_recurrences(model: GSM) -> list[int]:
+    """Return the encoder layers with a recurrence, alone or beside attention (``model/encoder_layer``)."""
     layers = enumerate(model.encoder, 1)
     return [layer for layer, block in layers if not isinstance(block.attention, LatentAttention)]
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gsm.analysis.attention import attention_map, attention_parts, without_attention
+from gsm.analysis.attention import attention_map, attention_parts, with_recurrences
 from gsm.models.gsm import GSM
 from gsm.observe import Recording
 
@@ -76,10 +76,10 @@ def state_routes(model: GSM, seen: Recording, sequence: int = 0) -> Routes:
 
 def encoder_rollout(model: GSM, seen: Recording, sequence: int = 0) -> Tensor:
     """A_0 to A_L, float [L + 1, T, T]: the encoder's stream behind each layer; rows sum to 1. As ``state_routes``."""
-    if layers := without_attention(model):
+    if layers := with_recurrences(model):
         raise ValueError(
-            f"a model with recurrent encoder layers {layers} is not allowed because they have no attention weights. "
-            "Use a model of model/encoder_layer=attention"
+            f"a model with recurrent encoder layers {layers} is not allowed because attention weights do not describe "
+            "them. Use a model of model/encoder_layer=attention"
         )
     length, first = seen["position"].shape[1], seen["encoder/1/weights"]
     if first.shape[1] != length or seen["state/e"].shape[1] != length:

@@ -25,7 +25,7 @@ from gsm.analysis.attention import (
     entries_back,
     names_of,
     slot_starts,
-    without_attention,
+    with_recurrences,
 )
 from gsm.analysis.interventions import ablations
 from gsm.analysis.rollout import TAPS, state_routes
@@ -173,10 +173,10 @@ def check(model: LanguageModel, tokens: int | None = None, name: str = "") -> No
             f"model {name or type(model).__name__} is not allowed because it has no shared state. Use a GSM "
             "(evaluate.py measures any model)"
         )
-    if layers := without_attention(model):
+    if layers := with_recurrences(model):
         raise ValueError(
-            f"model {name or type(model).__name__} is not allowed because its encoder layers {layers} are recurrent "
-            "and have no attention weights. Use a GSM of model/encoder_layer=attention"
+            f"model {name or type(model).__name__} is not allowed because its encoder layers {layers} are recurrent, "
+            "which attention weights do not describe. Use a GSM of model/encoder_layer=attention"
         )
     least = model.geometry.encoder_ratio + 1
     if tokens is not None and not least <= tokens <= LONGEST:
