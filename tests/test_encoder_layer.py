@@ -187,12 +187,15 @@ def test_a_recurrence_beside_attention_adds_to_it_and_leaves_the_rest_as_it_is()
 
 
 @pytest.mark.parametrize("size", variants("size"))
-def test_gsm_recurrent_has_the_parameters_of_gsm_at_every_size(size: str):
+def test_recurrences_in_place_of_attention_have_its_parameters_at_every_size_and_half_of_them_beside_it(size: str):
     with torch.device("meta"):
-        paper, recurrent = (gsm.build_model(name, size=size) for name in ("gsm", "gsm_recurrent"))
-    kinds = {type(block.attention).__name__ for block in recurrent.encoder}
-    assert kinds == {GDN, "SparseAttention"}
-    assert abs(recurrent.parameter_report().total / paper.parameter_report().total - 1) < 0.015
+        paper = gsm.build_model("gsm", size=size)
+        alone = gsm.build_model("gsm_recurrent", size=size, overrides=["model/encoder_layer=recurrent"])
+        beside = gsm.build_model("gsm_recurrent", size=size)
+    assert {type(block.attention).__name__ for block in alone.encoder} == {GDN, "SparseAttention"}
+    assert {type(block.attention).__name__ for block in beside.encoder} == {"Beside", "SparseAttention"}
+    total, *others = (model.parameter_report().total for model in (paper, alone, beside))
+    assert abs(others[0] / total - 1) < 0.015 and 0 < others[1] / total - 1 < 0.06
 
 
 def test_heads_are_chosen_without_a_random_number_and_can_be_set():
@@ -204,7 +207,7 @@ def test_heads_are_chosen_without_a_random_number_and_can_be_set():
     fitted, one, four = (model.state_dict() for model in chosen)
     assert fitted.keys() == one.keys() and all(torch.equal(weight, one[name]) for name, weight in fitted.items())
     assert torch.equal(states[0], states[1])
-    name = "encoder.blocks.0.attention.decay.weight"
+    name = "encoder.blocks.0.attention.recurrence.decay.weight"
     assert len(four[name]) == 4 * len(one[name])
 
 

@@ -72,7 +72,7 @@ class Recurrent(Attention):
     Args:
         mixer: called with ``shape, geometry=..., name=...``.
         heads: heads of these mixers; None: the divisor of the size's that brings the number of their parameters
-            nearest to that of the layer's attention.
+            nearest to that of the layer's attention, or beside attention to half of it.
         beside: whether these layers keep their attention and add the mixer's output (``Beside``); false: the mixer is
             in place of the attention.
         feed_forward_convolution: of all layers, as in ``Attention``.
@@ -98,18 +98,19 @@ class Recurrent(Attention):
         if role == "full":
             return attention()
         mixer = partial(self.mixer, geometry=geometry, name=common["name"])
-        shape = replace(shape, heads=self.heads or fitting_heads(mixer, shape, attention))
-        return Beside(attention(), mixer(shape)) if self.beside else mixer(shape)
+        heads = self.heads or fitting_heads(mixer, shape, attention, share=0.5 if self.beside else 1.0)
+        recurrence = mixer(replace(shape, heads=heads))
+        return Beside(attention(), recurrence) if self.beside else recurrence
 
 
-def fitting_heads(mixer: Callable[[Shape], Any], shape: Shape, target: Callable[[], Any]) -> int:
-    """Return the divisor of the shape's heads with which a mixer's parameters are nearest to the target's.
+def fitting_heads(mixer: Callable[[Shape], Any], shape: Shape, target: Callable[[], Any], share: float) -> int:
+    """Return the divisor of the shape's heads that brings a mixer's parameters nearest to a share of the target's.
 
     Divisors that the mixer refuses are left out. If all are equally near, the shape's heads stay.
     """
     differences = {}
     with torch.device("meta"):
-        goal = products(target()).weights
+        goal = share * products(target()).weights
         for heads in range(shape.heads, 0, -1):
             if shape.heads % heads == 0:
                 with contextlib.suppress(ValueError):
