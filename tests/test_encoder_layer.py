@@ -22,10 +22,6 @@ from gsm.training.folder import differences
 from gsm.training.optimizer import Muon
 
 CONVOLUTION, GDN = 4, "GatedDeltaNet"
-BOTH = [
-    Recurrent(variant("mixer", "gated_delta_net"), beside=beside, feed_forward_convolution=CONVOLUTION)
-    for beside in (False, True)
-]
 
 
 def test_the_rows_of_the_paper_s_encoder_are_those_of_equation_14():
@@ -119,10 +115,12 @@ def test_a_comparator_with_the_same_convolutions_is_one_computation_in_all_modes
 
 
 @pytest.mark.parametrize("capacity", [None, 60])
-@pytest.mark.parametrize("both", BOTH)
+@pytest.mark.parametrize("beside", [False, True])
 @torch.no_grad()
-def test_convolutions_in_all_layers_and_recurrences_in_some_are_one_computation_in_all_modes(capacity, both):
-    model, tokens = build("gsm", encoder_layer=both), random_tokens(2, 60)
+def test_convolutions_in_all_layers_and_recurrences_in_some_are_one_computation_in_all_modes(capacity, beside):
+    mixer = variant("mixer", "gated_delta_net")
+    layers = Recurrent(mixer, beside=beside, feed_forward_convolution=CONVOLUTION)
+    model, tokens = build("gsm", encoder_layer=layers), random_tokens(2, 60)
     assert [block.incomplete for block in model.encoder] == [CONVOLUTION - 1] * GEOMETRY.encoder_layers
     full = model(tokens).logits
     assert_same(model(tokens, rows=5).logits, full[:, -5:], "pruned")
@@ -160,42 +158,66 @@ def test_a_stage_on_a_recurrent_layer_reads_the_entries_of_the_layer_below():
 
 
 @torch.no_grad()
-def test_a_recurrence_beside_attention_adds_to_it_and_leaves_the_rest_as_it_is():
-    """Two layers of their own, called one by one, give the sum; bytes and operations are those of both."""
-    beside = Recurrent(variant("mixer", "gated_delta_net"), heads=2, beside=True)
-    model, paper = build("gsm", encoder_layer=beside), build("gsm")
-    assert [type(block.attention).__name__ for block in model.encoder] == ["Beside", *["SparseAttention"] * 2, "Beside"]
-    names = {name.replace("attention.attention.", "attention."): name for name, _ in model.named_parameters()}
-    assert {name for name in names if ".recurrence." not in name} == dict(paper.named_parameters()).keys()
-    with gsm.record("encoder/3/bank", "encoder/3/top_k") as seen:
-        model(random_tokens(1, 30))
-    with gsm.record("stage/2/top_k") as stage:
-        model(random_tokens(1, 30))
-    assert torch.equal(stage["stage/2/top_k"], seen["encoder/3/top_k"])
-    layer = model.get_submodule("encoder.blocks.0.attention")
+def test_a_recurrence_beside_attention_is_added_to_it():
+    layer = build("gsm-encoder_layer=beside").get_submodule("encoder.blocks.0.attention")
     position_BT = document_positions(torch.zeros(1, 14, dtype=torch.int64), *torch.full((2, 1), -1))
     span, x_BTD = Span(position_BT, 14), torch.randn(1, 14, GEOMETRY.dim, dtype=torch.float64)
     parts = [part(x_BTD, span, part.start(1, "encoder"), None)[0] for part in (layer.attention, layer.recurrence)]
     assert_same(layer(x_BTD, span, layer.start(1, "encoder"), None)[0], sum(parts), "the sum of both")
-    alone = build("gsm", encoder_layer=Recurrent(variant("mixer", "gated_delta_net"), heads=2))
-    bytes_of = [m(random_tokens(1, 50), memory=m.start(1)).memory.breakdown() for m in (model, paper, alone)]
-    state = {kind: bytes_of[2][kind] for kind in ("encoder_state", "encoder_convolution")}
-    assert bytes_of[0] == {**bytes_of[1], **state}
-    flops = [cost(m).forward_flops(50, 50) for m in (model, paper, alone)]
+    with pytest.raises(
+        ValueError, match="^beside=true is not allowed because the mixer SlidingWindow is no recurrence"
+    ):
+        build("gsm", encoder_layer=Recurrent(variant("mixer", "sliding_window"), beside=True))
+
+
+@torch.no_grad()
+def test_layers_with_a_recurrence_beside_attention_have_the_weights_entries_and_costs_of_both():
+    both, paper = build("gsm-encoder_layer=beside"), build("gsm-residual=plain")
+    kinds = [type(block.attention).__name__ for block in both.encoder]
+    assert kinds == ["MixerSum", "SparseAttention", "SparseAttention", "MixerSum"]
+    names = {name.replace("attention.attention.", "attention.") for name, _ in both.named_parameters()}
+    assert {name for name in names if ".recurrence." not in name} == dict(paper.named_parameters()).keys()
+    assert names_of(both) == names_of(paper)
+    parts = both.parameter_report().parts
+    assert parts["recurrence"] > 0 and parts.keys() - paper.parameter_report().parts.keys() == {
+        "recurrence",
+        "convolutions",
+    }
+    with gsm.record("encoder/3/top_k", "encoder/4/window", "stage/2/top_k") as seen:
+        both(random_tokens(1, 30))
+    assert torch.equal(seen["stage/2/top_k"], seen["encoder/3/top_k"]) and "encoder/4/window" in seen
+    one_head = Recurrent(variant("mixer", "gated_delta_net"), heads=1)
+    models = both, paper, build("gsm", encoder_layer=one_head)
+    bytes_of = [model(random_tokens(1, 50), memory=model.start(1)).memory.breakdown() for model in models]
+    assert bytes_of[0] == {**bytes_of[1], **{key: bytes_of[2][key] for key in ("encoder_state", "encoder_convolution")}}
+    flops = [cost(model).forward_flops(50, 50) for model in models]
     assert flops[0]["encoder/recurrence"] == flops[2]["encoder/recurrence"]
-    assert flops[0]["encoder/attention"] == flops[1]["encoder/attention"]
+    assert all(flops[0][part] == flops[1][part] for part in ("encoder/attention", "stages/attention"))
 
 
 @pytest.mark.parametrize("size", variants("size"))
-def test_recurrences_in_place_of_attention_have_its_parameters_at_every_size_and_half_of_them_beside_it(size: str):
+def test_a_recurrence_has_about_the_parameters_of_the_attention_or_half_of_them_beside_it(size: str):
+    """As near as whole heads come; a head of pico alone has as many as half of the attention."""
+    words = ["model/encoder_layer=recurrent"]
     with torch.device("meta"):
-        paper = gsm.build_model("gsm", size=size)
-        alone = gsm.build_model("gsm_recurrent", size=size, overrides=["model/encoder_layer=recurrent"])
-        beside = gsm.build_model("gsm_recurrent", size=size)
+        paper, alone, beside = (
+            gsm.build_model("gsm", size=size, overrides=each) for each in ([], words, ["model/encoder_layer=beside"])
+        )
     assert {type(block.attention).__name__ for block in alone.encoder} == {GDN, "SparseAttention"}
-    assert {type(block.attention).__name__ for block in beside.encoder} == {"Beside", "SparseAttention"}
-    total, *others = (model.parameter_report().total for model in (paper, alone, beside))
-    assert abs(others[0] / total - 1) < 0.015 and 0 < others[1] / total - 1 < 0.06
+    assert abs(alone.parameter_report().total / paper.parameter_report().total - 1) < 0.02
+    layer = beside.get_submodule("encoder.blocks.0.attention")
+    attention, recurrence = (sum(p.numel() for p in part.parameters()) for part in (layer.attention, layer.recurrence))
+    assert 0.35 < recurrence / attention < 0.75
+
+
+def test_the_variant_of_the_text_has_the_parameters_of_its_comparator():
+    arms = compose(["experiment=convolved"])["arms"]
+    with torch.device("meta"):
+        totals = [
+            gsm.build_model("gsm", size="nano", overrides=arms[arm]).parameter_report().total
+            for arm in ("deep_beside", "deep_recurrent", "gated_delta_net")
+        ]
+    assert max(totals) / min(totals) < 1.01
 
 
 def test_heads_are_chosen_without_a_random_number_and_can_be_set():
@@ -243,7 +265,7 @@ def test_analyses_that_multiply_attention_weights_refuse_recurrent_layers():
     assert [name for name in names_of(model) if name.startswith("encoder")] == ["encoder/2", "encoder/3"]
     with gsm.record(*TAPS) as seen:
         model(random_tokens(1, 20))
-    assert with_recurrences(build("gsm", encoder_layer=BOTH[1])) == [1, 4]
+    assert with_recurrences(build("gsm-encoder_layer=beside")) == [1, 4]
     with pytest.raises(ValueError, match=r"encoder layers \[1, 4\] .* Use a .*model/encoder_layer=attention"):
         state_routes(model, seen)
 

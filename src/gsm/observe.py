@@ -35,7 +35,8 @@ The baseline's decoder layers have the taps of encoder layers. A writer, a state
 taps. The layers of comparators are all in the decoder, except for the first half of YOCO:
 
     decoder/<l>/weights  [B, R, H, F]         attention to F tokens, stored and new; 0 for invisible tokens
-    decoder/<l>/state    [B, H, C, C]         the state of a recurrent layer after the call; [B, H, M, 2 C] for M slots
+    decoder/<l>/state    [B, H, C, C]         the state of a recurrent layer after the call (in gsm_recurrent
+                                              encoder/<l>/state); [B, H, M, 2 C] for M slots
                                               (key and value, concatenated); [B, H, C + 2, C] in Mamba-3, with the last
                                               token's key and value in the last two rows
     decoder/<l>/compressed/weights            NSA, [B, R, H, F]: attention to F compressed blocks,

@@ -78,8 +78,8 @@ def encoder_rollout(model: GSM, seen: Recording, sequence: int = 0) -> Tensor:
     """A_0 to A_L, float [L + 1, T, T]: the encoder's stream behind each layer; rows sum to 1. As ``state_routes``."""
     if layers := with_recurrences(model):
         raise ValueError(
-            f"a model with recurrent encoder layers {layers} is not allowed because attention weights do not describe "
-            "them. Use a model of model/encoder_layer=attention"
+            f"a model with recurrences in its encoder layers {layers} is not allowed because attention weights do not "
+            "describe these. Use a model of model/encoder_layer=attention"
         )
     length, first = seen["position"].shape[1], seen["encoder/1/weights"]
     if first.shape[1] != length or seen["state/e"].shape[1] != length:

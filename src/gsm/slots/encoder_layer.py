@@ -1,8 +1,8 @@
 """The sequence mixer of each encoder layer: the slot ``model/encoder_layer``.
 
 A Full layer builds the bank of its group. Layers below the first bank (``window``) and layers that read a bank of the
-layers below (``reuse``) may be other mixers: stages and layers above a mixer without entries see the entries of the
-layer below it.
+layers below (``reuse``) may be other mixers, or have a recurrence beside their attention. Stages and layers above a
+mixer without entries see the entries of the layer below it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from gsm.errors import within
-from gsm.layers.beside import Beside
 from gsm.layers.block import Mixer, MixerGeometry
 from gsm.layers.costs import products
+from gsm.layers.mixer_sum import MixerSum
 from gsm.layers.projections import Shape
 from gsm.layers.sparse import Role, SparseAttention
 
@@ -73,7 +73,7 @@ class Recurrent(Attention):
         mixer: called with ``shape, geometry=..., name=...``.
         heads: heads of these mixers; None: the divisor of the size's that brings the number of their parameters
             nearest to that of the layer's attention, or beside attention to half of it.
-        beside: whether these layers keep their attention and add the mixer's output (``Beside``); false: the mixer is
+        beside: whether these layers keep their attention and add the mixer's output (``MixerSum``); false: the mixer is
             in place of the attention.
         feed_forward_convolution: of all layers, as in ``Attention``.
 
@@ -100,7 +100,7 @@ class Recurrent(Attention):
         mixer = partial(self.mixer, geometry=geometry, name=common["name"])
         heads = self.heads or fitting_heads(mixer, shape, attention, share=0.5 if self.beside else 1.0)
         recurrence = mixer(replace(shape, heads=heads))
-        return Beside(attention(), recurrence) if self.beside else recurrence
+        return MixerSum(attention(), recurrence) if self.beside else recurrence
 
 
 def fitting_heads(mixer: Callable[[Shape], Any], shape: Shape, target: Callable[[], Any], share: float) -> int:
