@@ -193,11 +193,8 @@ def tests(axes: Axes, by_name: Mapping[str, NeedleTest], chance: float | None = 
         "attributed places": "without_attributed",
         "other places": "without_others",
     }
-    accuracies(
-        axes,
-        {name: {label: getattr(test, part) for label, part in parts.items()} for name, test in by_name.items()},
-        chance,
-    )
+    groups = {name: {label: getattr(test, part) for label, part in parts.items()} for name, test in by_name.items()}
+    accuracies(axes, groups, chance)
 
 
 def accuracies(axes: Axes, groups: Mapping[str, Mapping[str, Answers]], chance: float | None = None) -> None:

@@ -104,7 +104,7 @@ def needle_map(
     edges = torch.linspace(0, max(float(questions.depth_N.max()) for questions in by_length) + 1e-6, depths + 1)
     rows = []
     for questions in by_length:
-        right_N = _join(_answers_by_batch(model, questions)).right_N.cpu().float()
+        right_N = _answers_by_batch(model, questions).right_N.cpu().float()
         column_N = torch.bucketize(questions.depth_N, edges[1:-1], right=True)
         count_D = torch.bincount(column_N, minlength=depths)
         rows.append((torch.bincount(column_N, weights=right_N, minlength=depths) / count_D, count_D))
@@ -162,16 +162,16 @@ def needle_test(
         answers_without(model, separate, removal, place_NK, start)
         for place_NK in (places.attributed_NK, places.other_NK)
     )
-    return NeedleTest(_join(_answers_by_batch(model, separate)), without_attributed, without_others, places)
+    return NeedleTest(_answers_by_batch(model, separate), without_attributed, without_others, places)
 
 
 def stage_test(model: GSM, questions: Questions) -> dict[str, Answers]:
     """Return the answers with everything, without the retrieval of each stage, and without that of all stages."""
-    by_removal = {"nothing removed": _join(_answers_by_batch(model, questions))}
+    by_removal = {"nothing removed": _answers_by_batch(model, questions)}
     for part, without in ablations(model).items():
         if part != "state":
             with without():
-                by_removal[part] = _join(_answers_by_batch(model, questions))
+                by_removal[part] = _answers_by_batch(model, questions)
     return by_removal
 
 
@@ -207,7 +207,7 @@ def answers_without(model: GSM, separate: Questions, removal: Removal, place_NK:
         "retrieved": lambda removed_NT: without_stages(model, removed_NT),
         "slots": lambda removed_NF: without_slots(model, removed_NF),
     }
-    return _join(_answers_by_batch(model, separate, lambda batch: interventions[removal](removed_NT[batch])))
+    return _answers_by_batch(model, separate, lambda batch: interventions[removal](removed_NT[batch]))
 
 
 def _entry_scores(model: GSM, seen: Recording, questions: Questions, numbers: list[int], start: bool) -> Tensor:
@@ -254,17 +254,13 @@ def _answers_by_batch(
     model: LanguageModel,
     questions: Questions,
     intervention: Callable[[slice], AbstractContextManager[None]] | None = None,
-) -> list[Answers]:
-    """Return the answers of each batch; ``intervention`` returns the context in which a batch is read."""
+) -> Answers:
+    """Return the answers, read batch by batch; ``intervention`` returns the context in which a batch is read."""
     step, batches = max(1, AT_ONCE // questions.token_BT.shape[1]), []
     for first in range(0, len(questions.token_BT), step):
         batch = slice(first, first + step)
         with intervention(batch) if intervention else nullcontext():
             batches.append(answers(model, questions.token_BT[batch], questions.target_BT[batch]))
-    return batches
-
-
-def _join(batches: list[Answers]) -> Answers:
     return Answers(
         torch.cat([batch.log_probability_N for batch in batches]), torch.cat([batch.right_N for batch in batches])
     )

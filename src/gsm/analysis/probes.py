@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot, pad
 
 from gsm.analysis.needles import Questions
 from gsm.analysis.state import unrotated
@@ -69,7 +70,7 @@ def probe(feature_NF: Tensor, label_N: Tensor, *, held_out: float = 0.25, ridge:
     fitted_NF, tested_NF, tested_N = feature_NF[:fitted], feature_NF[fitted:], label_N[fitted:]
     shuffle_N = torch.randperm(fitted, generator=torch.Generator().manual_seed(seed)).to(label_N.device)
     orders = [label_N[:fitted], label_N[:fitted][shuffle_N]]
-    target_NX = torch.cat([_one_hot(order_N, int(label_N.max()) + 1, fitted_NF.dtype) for order_N in orders], dim=1)
+    target_NX = torch.cat([one_hot(order_N, int(label_N.max()) + 1) for order_N in orders], dim=1).to(fitted_NF.dtype)
     # Features have mean 0, so that the intercept is the mean of the targets: how common each label is.
     score_NX = tested_NF @ ridge_map(fitted_NF, target_NX, ridge * fitted) + target_NX.mean(dim=0)
     guesses = [score_NY.argmax(dim=1) for score_NY in score_NX.chunk(2, dim=1)]
@@ -190,9 +191,5 @@ def _features(model: LanguageModel, seen: Recording, row: int) -> dict[str, Tens
     position_T = torch.arange(row + 1 - count, row + 1, device=z_BRD.device)
     latent_BEC = unrotated(model, seen, position_T.expand(len(z_BRD), -1))
     missing = model.writer.positions * each - latent_BEC.shape[1]
-    state_BMC = torch.nn.functional.pad(latent_BEC, (0, 0, missing, 0))
+    state_BMC = pad(latent_BEC, (0, 0, missing, 0))
     return {"z": z_BRD[:, -1], "entry": latent_BEC[:, -each:].flatten(1), "state": state_BMC.flatten(1)}
-
-
-def _one_hot(label_N: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
-    return torch.nn.functional.one_hot(label_N, classes).to(dtype)

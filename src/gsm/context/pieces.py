@@ -227,15 +227,12 @@ class Pieces:
     def _unwrapped(self, node: Any) -> Any:
         """Return the cache or store inside a replacement."""
         if isinstance(node, DenseCache):
-            return DenseCache(self._unwrapped(node.entry), self._count(None))
+            return DenseCache(self._unwrapped(node.entry), self._places[None].slots.after_B)
         if isinstance(node, BankCache):
-            key, count_B = None if node.key is None else self._unwrapped(node.key), self._count(_ratio(node))
+            key = None if node.key is None else self._unwrapped(node.key)
+            count_B = self._places[_ratio(node)].slots.after_B
             return BankCache(self._unwrapped(node.pending), self._unwrapped(node.entry), key, count_B)
         return node.inner if isinstance(node, Halo | AllSlots | Relay) else node
-
-    def _count(self, ratio: int | None) -> Tensor:
-        """Return the slots of a bank with this ratio after all pieces; a copy for each bank."""
-        return self._places[ratio].slots.after_B
 
     def _plan(self, ratio: int | None, count_B: Tensor | None) -> Places:
         position_BT, device = self.position_BT, self.position_BT.device

@@ -107,7 +107,7 @@ class Cost:
         if self._writer:
             rows = self.model.schedule(call.tokens, call.rows).state
             writing = self._writer.multiply_adds(call.end - rows, call.end)
-            parts.update({f"state/{part}": 2 * number * self._state_tensors for part, number in writing.items()})
+            parts.update({f"state/{part}": 2 * number * len(self._writer.parts) for part, number in writing.items()})
         return _present(parts)
 
     def decode_flops(self, position: int) -> Parts:
@@ -169,8 +169,8 @@ class Cost:
         if self._writer:
             plan = self.model.schedule(call.tokens, call.rows)
             read = self._writer.reads(call.end - plan.state, call.end)
-            parts["state/cache read"] = batch * self._state_tensors * read
-            parts["state/cache written"] = batch * self._state_tensors * self._writer.stored(plan.writer)
+            parts["state/cache read"] = batch * len(self._writer.parts) * read
+            parts["state/cache written"] = batch * len(self._writer.parts) * self._writer.stored(plan.writer)
         moved = Parts({part: dtype.itemsize * numbers for part, numbers in parts.items()})
         for layer, entering, _ in self._layers(call):
             for store in layer.work.stores:
@@ -227,17 +227,12 @@ class Cost:
             parts[store.kind] += each * store.entries(tokens, capacity)
         if self._writer:
             held = self._writer.stored(tokens if capacity is None else sys.maxsize)
-            parts["shared_state"] = batch * dtype.itemsize * self._state_tensors * held
+            parts["shared_state"] = batch * dtype.itemsize * len(self._writer.parts) * held
         return _present(parts)
 
     @property
     def _writer(self) -> StateWriter | None:
         return self.model.writer if isinstance(self.model, GSM) else None
-
-    @property
-    def _state_tensors(self) -> int:
-        """Number of parts of the state; each is written and stored separately."""
-        return len(self._writer.parts) if self._writer else 0
 
     def _layers(self, call: Call) -> Iterator[tuple[Layer, int, int]]:
         """Yield each layer with the number of positions that enter it, and of the rows that it computes."""

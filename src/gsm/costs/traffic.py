@@ -14,10 +14,9 @@ a few numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
-from gsm.cache.memory import Memory, holds, map_nodes
+from gsm.cache.memory import holds, map_nodes
 from gsm.cache.store import Column, RecurrentState, Window
 from gsm.models.base import LanguageModel
 from gsm.models.geometry import Geometry
@@ -51,8 +50,10 @@ def sent(model: LanguageModel, *, batch: int, tokens: int, ranks: int, number_by
     """
     each = 1 if holds(model.start(), RecurrentState) else 2
     length = -(-tokens // (each * ranks))
+    stores: list[Window | Column | RecurrentState] = []
+    map_nodes(model.start(), (Window, Column, RecurrentState), stores.append)
     traffic: dict[tuple[str, str], list[int]] = {}
-    for store in _stores(model.start()):
+    for store in stores:
         if isinstance(store, Window):
             how, numbers = "routed", _halos(store.size, length, each, ranks) * store.entry_BEC.shape[-1]
         elif isinstance(store, Column):
@@ -75,13 +76,6 @@ def ring(geometry: Geometry, *, batch: int, tokens: int, ranks: int, number_byte
     length = -(-tokens // ranks)
     numbers = 2 * geometry.heads * geometry.entry_dim * length * ranks * (ranks - 1)
     return geometry.depth * numbers * batch * number_bytes
-
-
-def _stores(memory: Memory) -> Iterator[Window | Column | RecurrentState]:
-    """Yield all stores of a memory in order."""
-    stores: list[Window | Column | RecurrentState] = []
-    map_nodes(memory, (Window, Column, RecurrentState), stores.append)
-    yield from stores
 
 
 def _halos(size: int, length: int, each: int, ranks: int) -> int:

@@ -92,7 +92,8 @@ class Examples:
         """Return the ids of the prompt, and of the answer with its end, int32."""
         sample, task = self.sample(index, length), self.tasks[index % len(self.tasks)]
         turn = list(RESPONSES)[index // len(self.tasks) % len(RESPONSES)]
-        tokenizer, text = task.tokenizer, response(sample, turn if self.answers == BOTH else self.answers)
+        tokenizer, form = task.tokenizer, RESPONSES[turn if self.answers == BOTH else self.answers]
+        text = form.format(value=sample.answer, needle=" ".join(sample.needles), key=sample.key)
         answer = [*tokenizer.encode(text), tokenizer.end_of_text]
         if len(answer) > task.new_tokens:
             raise ValueError(
@@ -253,11 +254,6 @@ class RulerData(MadeData):
 
     def _held_out(self, length: int, count: int) -> Examples:
         return Examples(self._needles["evaluation"], self.answers, UNSEEN[self.held_out], lambda _: length, count)
-
-
-def response(sample: Sample, answers: str) -> str:
-    """Return the text that follows a prompt."""
-    return RESPONSES[answers].format(value=sample.answer, needle=" ".join(sample.needles), key=sample.key)
 
 
 def trained_lengths(lengths: Sequence[int] | None, context: int) -> list[int]:

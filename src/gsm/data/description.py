@@ -79,7 +79,8 @@ def opened(content: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
     model = {key: value for key, value in content["model"].items() if key != "dropout"}
     off = dict.fromkeys(OF_A_CALL)
-    if _type(content.get("post_processor")) == "ByteLevel":
+    post = content.get("post_processor")
+    if isinstance(post, dict) and post.get("type") == "ByteLevel":
         del off["post_processor"]  # it moves offsets alone, and is part of the digest of cached text
     with of_library(f"be read by tokenizers {tokenizers.__version__}"):
         read = tokenizers.Tokenizer.from_str(json.dumps({**content, **off, "model": model}))
@@ -132,7 +133,3 @@ def _without_table(part: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(part.get("precompiled_charsmap", 0), int):  # a number is the id of a piece of this name
         raise ValueError("it has a precompiled_charsmap, as SentencePiece's. Use a byte-level one, as of GPT-2")
     return part
-
-
-def _type(part: Any) -> Any:
-    return part.get("type") if isinstance(part, dict) else None

@@ -54,7 +54,8 @@ def write_ids(
         OSError: the folder cannot be written.
     """
     tokens = text = spelled = 0
-    lengths_V, dtype = tokenizer.token_lengths_V, np.dtype(id_type(tokenizer))
+    lengths_V = tokenizer.token_lengths_V
+    dtype = np.dtype("uint16" if tokenizer.vocabulary <= 1 << 16 else "uint32")  # two bytes while the ids fit
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / INDEX).unlink(missing_ok=True)
@@ -98,11 +99,6 @@ def _encoded(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Pi
             yield from encode()
             parcel, size = [], 0
     yield from encode()
-
-
-def id_type(tokenizer: Tokenizer) -> str:
-    """Return the numpy type of the ids: two bytes while they fit."""
-    return "uint16" if tokenizer.vocabulary <= 1 << 16 else "uint32"
 
 
 def read_index(folder: Path) -> dict[str, Any] | None:

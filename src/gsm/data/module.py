@@ -172,7 +172,7 @@ class TextData(DataModule):
         """Return one pass over the data, from the trainer's place; a whole number of optimizer steps."""
         a_step = self.batch_size * self.world * self.accumulated
         length = max(1, len(self.train_set) // a_step) * self.accumulated
-        return self._loader(self.train_set, partial(self._training_plan, length), length)
+        return Batches(self.train_set, partial(self._training_plan, length), length, pin_memory=self.on_gpu)
 
     def val_dataloader(self) -> Batches:
         """Return the validation sequences in order; with several ranks each takes its share."""
@@ -183,7 +183,7 @@ class TextData(DataModule):
             rank=self.rank,
             world=self.world,
         )
-        return self._loader(self.validation_set, partial(iter, batches), len(batches))
+        return Batches(self.validation_set, partial(iter, batches), len(batches), pin_memory=self.on_gpu)
 
     def consumed(self, sequences: int) -> Iterator[dict[str, Tensor]]:
         """Yield the first `sequences` training sequences of a run (all ranks together), one by one, in order.
@@ -260,9 +260,6 @@ class TextData(DataModule):
     def _open(self, split: str, context: int | None = None) -> Sequences:
         return Sequences(self.split(split), context or self.context, self.tokenizer.end_of_text, self.documents)
 
-    def _loader(self, sequences: Sequences, plan: partial[Iterator[np.ndarray]], length: int) -> Batches:
-        return Batches(sequences, plan, length, pin_memory=self.on_gpu)
-
     def _training_plan(self, length: int) -> Iterator[np.ndarray]:
         return training_batches(
             self.order,
@@ -299,12 +296,9 @@ def chosen_tokenizer(tokenizer: str | Tokenizer, end_of_text: str | None, vocabu
         if tokenizer in ("bpe", "bytes"):
             require_vocabulary(tokenizer, vocabulary)
             return Tokenizer.plain_bytes() if tokenizer == "bytes" else None
-        if not _is_path(tokenizer):
+        is_path = "/" in tokenizer or tokenizer.endswith((".json", ".json.xz", ".json.gz")) or Path(tokenizer).exists()
+        if not is_path:
             require_kind(tokenizer)
         tokenizer = Tokenizer.from_file(tokenizer, end_of_text)
     tokenizer.require_fit(vocabulary)
     return tokenizer
-
-
-def _is_path(name: str) -> bool:
-    return "/" in name or name.endswith((".json", ".json.xz", ".json.gz")) or Path(name).exists()

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
@@ -92,17 +92,11 @@ def _read_tokenizer(path: Path) -> Tokenizer | None:
 def _train(corpus: Corpus, vocabulary: int, path: Path, most: int) -> Tokenizer:
     started = time.perf_counter()
     log.info("Training a BPE of %d ids on %s, once; this takes some seconds.", vocabulary, corpus.name)
-    with closing(_texts(corpus)) as texts:
+    with closing(piece.text for piece in corpus.pieces("train")) as texts:  # one text may be larger than memory
         tokenizer = Tokenizer.train(sample(texts, passed_over=most), vocabulary)
     write_json(path, tokenizer.to_state())
     log.info("Trained it in %.1f s; it is kept in %s.", time.perf_counter() - started, path)
     return tokenizer
-
-
-def _texts(corpus: Corpus) -> Generator[str, None, None]:
-    """Yield the train split in pieces: a file with one text may be larger than memory."""
-    for piece in corpus.pieces("train"):
-        yield piece.text
 
 
 def find_or_encode(

@@ -47,7 +47,10 @@ def generate(
         ConfigError, FileNotFoundError: a value out of range, or a file that cannot be used; the message names it.
             Also where memory runs out: the message has the number of tokens that fit.
     """
-    _check(prompt, max_new_tokens, temperature, top_p)
+    within(1, max_new_tokens=max_new_tokens)
+    within(0, temperature=temperature)
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"top_p={top_p} is not allowed because it is a share. Use a number above 0, up to 1.")
     device = usable(device)
     start = utf8(_read(prompt_file) if prompt_file else prompt)
     tokenizer, model = load_tokenizer(checkpoint), load_model(checkpoint, device)
@@ -100,13 +103,6 @@ def _room(model: LanguageModel, tokens: int) -> Iterator[None]:
         room = Room(memory, CHUNK, batch=1, each=GUESS * model.dim * weight.itemsize)
         refusal = room.refusal(tokens, available_bytes(weight.device), tried=True)
         raise ConfigError(f"{refusal}; prompt and new tokens are {tokens:,}. Use fewer of both.") from error
-
-
-def _check(prompt: str, max_new_tokens: int, temperature: float, top_p: float) -> None:
-    within(1, max_new_tokens=max_new_tokens)
-    within(0, temperature=temperature)
-    if not 0 < top_p <= 1:
-        raise ConfigError(f"top_p={top_p} is not allowed because it is a share. Use a number above 0, up to 1.")
 
 
 def _read(path: str) -> str:

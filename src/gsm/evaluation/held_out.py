@@ -133,13 +133,14 @@ class HeldOut(Measure):
                 measured["overlap"] = overlaps.measure(model, of_length, data.context, self.overlap_lengths)
             if self.ablate:
                 measured["ablated"] = _ablated(model, loss, measured["text"]["loss"])
+        whole = getattr(data, f"{self.split}_set", None)  # not sized where sequences are drawn without end
         return {
             **trained.facts,
             **{"split": self.split, "documents": getattr(data, "documents", None), "context": data.context},
             **({"outside": list(self.outside)} if self.outside else {}),
             **measured,
             "data": data.description([self.split]) if isinstance(data, TextData) else data.description(),
-            "split_sequences": _length(getattr(data, f"{self.split}_set", None)) or count,
+            "split_sequences": (len(whole) if isinstance(whole, Sized) else 0) or count,
             **{"device": trained.device_name, "precision": trained.precision, "kernels": explain()},
             "seconds": round(time.perf_counter() - start, 3),
             **{"versions": versions(), "commit": commit()},
@@ -173,11 +174,6 @@ class HeldOut(Measure):
         ablated = written.get("ablated") or {}
         values |= {f"without/{name.replace(' ', '_')}": row["loss"] for name, row in ablated.items()}
         return {name: value for name, value in values.items() if value is not None}
-
-
-def _length(sequences: Any) -> int | None:
-    """Return the number of sequences; None where they are drawn without end."""
-    return len(sequences) if isinstance(sequences, Sized) else None
 
 
 def open_data(

@@ -10,8 +10,6 @@ T tokens, H heads, E window or state entries, K selected slots, F slots of a ban
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import cast
 
@@ -137,9 +135,10 @@ def gather(
         with record(*TAPS) as seen:
             whole = model.forward(token_T[None], documents=document_T[None])
         loss_T, (guess_TG, chance_TG) = {WHOLE: _losses(whole, target_T)}, _guesses(whole)
-        for name, without in _named(model):
-            with without:
-                loss_T[name] = _losses(model.forward(token_T[None], documents=document_T[None]), target_T)
+        for part, without in ablations(model).items():
+            label = f"without {'the state' if part == 'state' else part}"  # on the page
+            with without():
+                loss_T[label] = _losses(model.forward(token_T[None], documents=document_T[None]), target_T)
     routes = state_routes(model, seen)
     share_TP, source_TP = routes.total_TT.topk(min(SOURCES, len(token_T)), dim=-1)
     names = names_of(model)
@@ -188,12 +187,6 @@ def _next(token_T: Tensor, document_T: Tensor) -> Tensor:
     same_T = document_T[1:] == document_T[:-1]
     target_T[:-1] = token_T[1:].where(same_T, IGNORED)
     return target_T
-
-
-def _named(model: GSM) -> Iterator[tuple[str, AbstractContextManager[None]]]:
-    """Yield all ablations with their labels on the page."""
-    for part, without in ablations(model).items():
-        yield f"without {'the state' if part == 'state' else part}", without()
 
 
 def _losses(out: Output, target_T: Tensor) -> Tensor:

@@ -32,11 +32,6 @@ class MemoryCache(Cache):
         return None
 
     @property
-    def is_compileable(self) -> bool:
-        """False, because shapes change from call to call. ``gsm.Engine`` has a memory with fixed shapes."""
-        return False
-
-    @property
     def batch_size(self) -> int:
         """Number of sequences."""
         return self.memory.batch

@@ -271,10 +271,6 @@ class GSMForCausalLM(PreTrainedModel, GenerationMixin):
             processors.insert(0, _finite)
         return processors
 
-    @staticmethod
-    def _supports_default_dynamic_cache() -> bool:
-        return False
-
 
 def _finite(input_ids: Tensor, scores_BV: Tensor) -> Tensor:
     """Return the scores of the next token. Raises ValueError if they are not finite."""

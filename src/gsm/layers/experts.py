@@ -230,17 +230,13 @@ def ways_to_divide(parts: Sequence[Experts], ranks: int) -> list[int]:
 
     Each neighbour gets the same number of experts. Ranks with the same experts divide the widths of their weights.
     """
-    counts, widths = [part.experts for part in parts], width_of_weights(parts)
+    counts = [part.experts for part in parts]
+    widths = {weight.shape[1] for part in parts for weight in part.parameters()}
 
     def fits(n: int) -> bool:
         return all(count % n == 0 for count in (ranks, *counts)) and all(x % (ranks // n) == 0 for x in widths)
 
     return [1, *(n for n in range(2, min([ranks, *counts]) + 1 if parts else 0) if fits(n))]
-
-
-def width_of_weights(parts: Sequence[Experts]) -> list[int]:
-    """Return the different widths that ranks with the same experts divide, in order."""
-    return sorted({weight.shape[1] for part in parts for weight in part.parameters()})
 
 
 def _spread(x_ND: Tensor, order_M: Tensor) -> Tensor:

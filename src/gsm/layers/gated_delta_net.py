@@ -48,10 +48,6 @@ class GatedDeltaNet(DeltaNet):
         """Multiply the output by SiLU of the gate."""
         return out_BRHC * F.silu(self.gate(x_BRD)).unflatten(-1, (self.heads, -1))
 
-    def for_rows(self) -> tuple[nn.Module, ...]:
-        """Return the parts for requested rows, including the gate."""
-        return *super().for_rows(), self.gate
-
 
 def fresh_rates(number: int) -> Tensor:
     """Draw logarithms of the initial decay rates of heads."""

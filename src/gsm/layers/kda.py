@@ -43,10 +43,6 @@ class KDA(DeltaNet):
         """Multiply the output by the sigmoid of the gate."""
         return out_BRHC * self.split(self.gate(x_BRD)).sigmoid()
 
-    def for_rows(self) -> tuple[nn.Module, ...]:
-        """Return the parts for requested rows, including the gate."""
-        return *super().for_rows(), self.gate
-
 
 def low_rank(dim_in: int, rank: int, dim_out: int) -> nn.Sequential:
     """Return a linear map of rank ``rank``."""

@@ -116,12 +116,8 @@ class LatentAttention(nn.Module):
 
     def _trains_indexer(self, selection: Selection) -> bool:
         """Return whether an indexer searched in this call and can be trained."""
-        return (
-            self.training
-            and torch.is_grad_enabled()
-            and selection.index is not None
-            and selection.chosen_BRK is not None
-        )
+        searched = selection.index is not None and selection.chosen_BRK is not None
+        return searched and self.training and torch.is_grad_enabled()
 
 
 def attend_tapped(

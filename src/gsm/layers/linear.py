@@ -62,8 +62,5 @@ class GroupedLinear(nn.Module):
         """Map [..., dim_in] to [..., groups * rank]."""
         groups, rank, width = self.weight.shape
         split = x_BRD.reshape(-1, groups, width).transpose(0, 1)
-        return (
-            torch.bmm(split, in_dtype(self.weight, split.dtype).mT)
-            .transpose(0, 1)
-            .reshape(*x_BRD.shape[:-1], groups * rank)
-        )
+        mapped = torch.bmm(split, in_dtype(self.weight, split.dtype).mT)
+        return mapped.transpose(0, 1).reshape(*x_BRD.shape[:-1], groups * rank)

@@ -94,7 +94,7 @@ class Mamba3(Recurrence):
         log_decay_BTH = (-rate_BTH * step_BTH).masked_fill(~live_BT1, 0)
         angle_BTHP = (math.pi * promoted(self.angle(x_BTD)).tanh()[:, :, None] * step_BTH[..., None]).cumsum(1)
         query, key = (turned(x, angle_BTHP) for x in (query_BTHC, key_BTHC))
-        state_BHCC, last_key_BHC, last_value_BHC = self.parts(state_BHRC)
+        state_BHCC, last_key_BHC, last_value_BHC = state_BHRC[:, :, :-2], state_BHRC[:, :, -2], state_BHRC[:, :, -1]
         state_BHCC = state_BHCC + outer(again_BTH[:, 0, :, None] * last_key_BHC, last_value_BHC)
         start_BT = position_BT == 0
         before_BTH = (before(first_BTH) + again_BTH).masked_fill(start_BT[..., None], 0) * log_decay_BTH.exp()
@@ -115,17 +115,9 @@ class Mamba3(Recurrence):
         after = (turned(state_BHCC.mT, back_BH1P).mT, key_BTHC[:, -1, :, None], value_BTHC[:, -1, :, None])
         return out_BTHC, torch.cat([part.type_as(state_BHRC) for part in after], dim=2)
 
-    def parts(self, state_BHRC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split a state into S, and key and value of the last token."""
-        return state_BHRC[:, :, :-2], state_BHRC[:, :, -2], state_BHRC[:, :, -1]
-
     def gated(self, out_BRHC: Tensor, x_BRD: Tensor) -> Tensor:
         """Multiply the output by SiLU of the gate."""
         return out_BRHC * F.silu(self.gate(x_BRD)).unflatten(-1, (self.heads, -1))
-
-    def for_rows(self) -> tuple[nn.Module, ...]:
-        """Return the parts for requested rows, including the gate."""
-        return *super().for_rows(), self.gate
 
     def multiplied(self) -> int:
         """Return the multiply-adds per token: one read of the state, and writes of this and the previous token."""

@@ -174,8 +174,8 @@ class Recurrence(nn.Module, ABC):
         return out_BRHC
 
     def for_rows(self) -> tuple[nn.Module, ...]:
-        """Return the parts that run for requested rows only; all others run for every token."""
-        return self.norm, self.output
+        """Return the parts that run for requested rows only, a gate too; all others run for every token."""
+        return tuple(part for name, part in self.named_children() if name in ("norm", "output", "gate"))
 
     def multiplied(self) -> int:
         """Return the multiply-adds per token on the state.
@@ -198,6 +198,5 @@ class Recurrence(nn.Module, ABC):
         stores = [Store(f"{kind}_state", self.heads * math.prod(self.state_shape), 1, full=True, carried=True)]
         if self.convolution is not None:
             per_token["convolution"] = self.convolution.products()
-            channels, seen = sum(self.channels), self.convolution.width - 1
-            stores.append(Store(f"{kind}_convolution", channels, seen, carried=True))
+            stores.append(self.convolution.store(kind))
         return LayerCost({"projections": products(*rows)}, per_token, stores=tuple(stores))

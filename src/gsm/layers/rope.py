@@ -25,11 +25,9 @@ class Angles(NamedTuple):
 
     def last_rows(self, rows: int) -> Angles:
         """Return the angles of the last ``rows`` positions."""
-        return (
-            self
-            if rows == self.cos_BTP.shape[1]
-            else Angles(last_rows(self.cos_BTP, rows), last_rows(self.sin_BTP, rows))
-        )
+        if rows == self.cos_BTP.shape[1]:
+            return self
+        return Angles(last_rows(self.cos_BTP, rows), last_rows(self.sin_BTP, rows))
 
 
 class Rope:

@@ -121,8 +121,5 @@ def decoder_roles(geometry: Geometry) -> list[Role]:
             f"first decoder layer, {first}"
         )
     check_layers("decoder_reindex", geometry.decoder_reindex, first + 1, last)
-
-    def role(layer: int) -> Role:
-        return "full" if layer == first else "reindex" if layer in geometry.decoder_reindex else "reuse"
-
-    return [role(layer) for layer in range(first, last + 1)]
+    reindex, layers = geometry.decoder_reindex, range(first, last + 1)
+    return ["full" if i == first else "reindex" if i in reindex else "reuse" for i in layers]

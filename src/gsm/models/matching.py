@@ -21,15 +21,8 @@ from gsm.models.baseline import Baseline
 from gsm.models.geometry import Geometry
 
 NEGLIGIBLE = 0.02  # largest difference in parameters, as a fraction of the baseline's, that is not reported
-
-
-def no_feed_forward(dim: int, hidden_dim: int) -> nn.Module:
-    """Return an empty feed-forward."""
-    return nn.Identity()
-
-
 # Parts that baseline and comparators share are left out when parameters are compared.
-BARE: dict[str, Any] = {"residual": Plain, "feed_forward": no_feed_forward}
+BARE: dict[str, Any] = {"residual": Plain, "feed_forward": nn.Identity}
 
 
 class ParameterMatched(LanguageModel):

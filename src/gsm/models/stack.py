@@ -100,7 +100,8 @@ class Stack(nn.Module):
                 empty_BTD = streams.mixed_BTD
                 out = LayerOutput(cache, below, layer_input_BTD=empty_BTD, layer_output_BRD=empty_BTD)
             elif self.recompute and self.training and not patching():  # a patch may have ended before the backward
-                options = self._checkpoint_options()
+                selective = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
+                options: dict[str, Any] = selective if self.recompute == "selective" else {}
                 streams, out = checkpoint(block, streams, span, cache, below, use_reentrant=False, **options)
             else:
                 streams, out = block(streams, span, cache, below)
@@ -109,12 +110,6 @@ class Stack(nn.Module):
             outputs.append(out)
             below, span = out.attended, span.cut()
         return streams, outputs
-
-    def _checkpoint_options(self) -> dict[str, Any]:
-        """Return the options of ``torch.utils.checkpoint`` for selective recomputation."""
-        if self.recompute != "selective":
-            return {}
-        return {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
 
 
 def _policy(_: Any, operation: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
