@@ -50,7 +50,7 @@ UNSTEADY = {"train/tokens_per_second", "train/peak_memory_gib"}
 def assemble(config: dict[str, Any], start: Start | None = None) -> Parts:
     """Build the parts of a run as `train` does, up to its first step."""
     model, optimizer = build_model(config), instantiate(config["optimizer"], "optimizer")
-    summary = Summary(Path(config["folder"]) / "summary.json", {})
+    summary = Summary(Path(config["folder"]) / "summary.json")
     trainer = build(config, summary)
     return run.assemble(config, start or Start(), open_data(config), model, optimizer, trainer, summary)
 

@@ -71,10 +71,15 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             partial.unlink()  # exists only after an error; a full disk needs the room
 
 
+def write_whole(path: str | os.PathLike[str], content: bytes | memoryview) -> None:
+    """Write a file, atomically. Raises OSError."""
+    with replacing(path) as file:
+        file.write(content)
+
+
 def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
     """Write an object as JSON, atomically. Raises OSError."""
-    with replacing(path) as file:
-        file.write((json.dumps(content, indent=2) + "\n").encode())
+    write_whole(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def save_whole(content: Any, path: str | os.PathLike[str]) -> None:
@@ -84,8 +89,7 @@ def save_whole(content: Any, path: str | os.PathLike[str]) -> None:
     """
     buffer = io.BytesIO()
     torch.save(content, buffer)
-    with replacing(path) as file:
-        file.write(buffer.getbuffer())
+    write_whole(path, buffer.getbuffer())
 
 
 def regular(path: str, flags: int) -> int:
@@ -225,8 +229,6 @@ def verify_archive(file: BinaryIO | str | os.PathLike[str], tensors: bool = True
                     with archive.open(part) as content:
                         while content.read(BLOCK):
                             pass
-    except Damaged:
-        raise
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError, OSError, zlib.error) as error:
         raise Damaged(str(error) or type(error).__name__) from error
 

@@ -31,7 +31,8 @@ TRAINED = PACKAGE / "trained"
 
 def hide_root() -> None:
     """Remove the repository root from `sys.path`, in any spelling, so that no folder in it is treated as a package."""
-    sys.path[:] = [entry for entry in sys.path if not _is_root(entry)]
+    # An empty entry is the current folder, as in `python -c` and in notebooks.
+    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry or os.curdir) != str(ROOT)]
 
 
 def in_clone() -> bool:
@@ -62,9 +63,7 @@ def runs_home() -> Path:
 
 def script(name: str) -> list[str]:
     """Return the arguments of the Python interpreter that start a command, such as ``train``, in a new process."""
-    return (
-        [str(ROOT / f"{name}.py")] if in_clone() else ["-P", "-m", "gsm.scripts", name]
-    )  # not from the current folder
+    return [str(ROOT / f"{name}.py")] if in_clone() else ["-P", "-m", "gsm.scripts", name]  # -P: not the current folder
 
 
 def configs() -> Path:
@@ -133,8 +132,3 @@ def variants(group: str) -> list[str]:
     if not folder.is_dir():
         raise ValueError(f"config group {group!r} not found: {folder} is not a folder")
     return [path.stem for path in yamls(folder) if path.parent == folder]
-
-
-def _is_root(entry: str) -> bool:
-    """Return whether an entry is the root. An empty entry is the current folder, as in `python -c` and in notebooks."""
-    return os.path.realpath(entry or os.curdir) == str(ROOT)

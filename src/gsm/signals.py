@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
 
 # The last two are a cluster's warnings before the time limit: Lightning's convention with Slurm, and submitit's.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -29,20 +27,3 @@ def leave_with_parent() -> None:
     ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGTERM)
     if os.getppid() != int(parent):  # the parent was gone before this call
         raise SystemExit(128 + signal.SIGTERM)
-
-
-@contextlib.contextmanager
-def leaving_with_this() -> Iterator[None]:
-    """Let processes that Lightning starts meanwhile, as other ranks, leave with this process too.
-
-    A rank that is on its way when the leading rank is killed would look for it for half an hour.
-    """
-    before = os.environ.get(PARENT)
-    os.environ[PARENT] = str(os.getpid())
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[PARENT]
-        else:
-            os.environ[PARENT] = before

@@ -32,7 +32,7 @@ __all__ = [
 def assemble(config: Mapping[str, Any], start: Start | None = None) -> Parts:
     """Build the parts of a run as `train` does, up to its first step."""
     model, optimizer = build_model(config), instantiate(config["optimizer"], "optimizer")
-    summary = Summary(Path(config["folder"]) / "summary.json", {})
+    summary = Summary(Path(config["folder"]) / "summary.json")
     trainer = build_trainer(config, summary)
     return run.assemble(config, start or Start(), open_data(config), model, optimizer, trainer, summary)
 

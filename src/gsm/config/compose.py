@@ -119,19 +119,15 @@ def from_job(config: DictConfig) -> dict[str, Any]:
 
     Raises ConfigError.
     """
-    script = HydraConfig.get().job.config_name or "train"
-    finished = finish(config, _job_folders(), script)
+    script, folders = HydraConfig.get().job.config_name or "train", _folders_of(HydraConfig.get())
+    finished = finish(config, folders, script)
     if script == "train":
-        refuse_unnamed(finished, _job_folders())
+        refuse_unnamed(finished, folders)
     return finished
 
 
-def _job_folders() -> list[Path]:
-    """Return the folders of yaml files of the Hydra job that is running, the project's first."""
-    return _folders_of(HydraConfig.get())
-
-
 def _folders_of(job: HydraConf) -> list[Path]:
+    """Return the folders of yaml files of a Hydra job, the project's first."""
     folders = [Path(source.path) for source in job.runtime.config_sources if source.schema == "file"]
     return list(dict.fromkeys([paths.configs(), *folders]))
 
@@ -356,7 +352,7 @@ def _variants(group: str, first: str, *without: str, _root_: DictConfig) -> dict
 
 def _options(script: str) -> str:
     """Return the list in ``--help``; Hydra makes a template of it, in which a dollar has to stand twice."""
-    return listing(script, _job_folders(), HydraConfig.get().runtime.choices).replace("$", "$$")
+    return listing(script, _folders_of(HydraConfig.get()), HydraConfig.get().runtime.choices).replace("$", "$$")
 
 
 def _resolve(config: DictConfig) -> dict[str, Any]:

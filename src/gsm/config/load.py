@@ -341,9 +341,7 @@ def usable(device: str) -> str:
 def instantiate_model(config: Mapping[str, Any], seed: int | None = None) -> LanguageModel:
     """Build the model of a composed configuration. Raises ConfigError with the model's own words where it refuses, and
     for sizes that no machine holds."""
-    values = {
-        name: config[name] for name in ("size", "model") if name in config
-    }  # most numbers of a model are its size's
+    values = {name: config[name] for name in ("size", "model") if name in config}  # most numbers are the size's
     try:
         with refusals("model", values), torch.random.fork_rng(enabled=seed is not None):
             if seed is not None:

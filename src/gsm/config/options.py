@@ -120,12 +120,8 @@ def reference(script: str, folders: Sequence[Path]) -> dict[str, Any]:
 
 def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of both mappings, and of the mappings in them."""
-    both = {key: _merged(first[key], value) for key, value in second.items() if _is_mapping(value, first.get(key))}
-    return {**first, **second, **both}
-
-
-def _is_mapping(*values: Any) -> bool:
-    return all(isinstance(value, Mapping) for value in values)
+    both = [key for key in second if isinstance(first.get(key), Mapping) and isinstance(second[key], Mapping)]
+    return {**first, **second, **{key: _merged(first[key], second[key]) for key in both}}
 
 
 def listing(script: str, folders: Sequence[Path], chosen: Mapping[str, str | None]) -> str:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from gsm.config.command_line import lacks, path_text
 from gsm.errors import ConfigError
 from gsm.evaluation.checkpoints import Trained, checkpoints, home, opened, writing
-from gsm.files import damage, read_json, replacing, write_json
+from gsm.files import damage, read_json, write_json, write_whole
 from gsm.tables import WIDTH, Grid, grid_markdown, grid_text
 
 
@@ -140,8 +140,7 @@ def publish(
         if content is not None:
             write_json(place, {**content, "tables": grids, "notes": notes})
         for ending, text in files.items():
-            with replacing(place.with_suffix(ending)) as file:
-                file.write(text)
+            write_whole(place.with_suffix(ending), text)
     lines = "\n".join(textwrap.fill(note, WIDTH) for note in notes)
     written = f"Written to {path_text(place)}, {', '.join(sorted(files))} beside it"
     return "\n\n".join([*map(grid_text, grids), *([lines] if lines else []), written])

@@ -8,15 +8,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gsm import plots
-from gsm.config.check import ConfigError, few, unknown, unlike
-from gsm.config.command_line import path_text
+from gsm.config.check import ConfigError, few, flat, unknown, unlike
+from gsm.config.command_line import listed, path_text
 from gsm.experiments import rows
 from gsm.experiments.page import Picture, Report
 from gsm.experiments.table import COLUMNS, CONTENTS, FOOTNOTE, RunSummary, Table, read_contents, read_runs, summarise
-from gsm.files import damage, read_json, replacing
+from gsm.files import damage, read_json, write_whole
 from gsm.training.callbacks.metrics_file import read_metrics
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 USUAL = ("accuracy", *COLUMNS)
 AXES = {"step": "optimizer step", "tokens": "tokens trained on"}
-AMOUNTS = {"steps": "the steps", "tokens": "the tokens trained on"}
 ByArm = Mapping[str, Sequence[RunSummary]]
 Curves = dict[str, list[dict[float, float]]]  # arm -> for each of its runs, values by step or by tokens
 PANELS = 4  # largest number of columns in a picture of final values
@@ -76,8 +75,8 @@ def compare(
     arms = list(dict.fromkeys(run.arm for run in finished))
     if against and against not in arms:
         raise unknown("arm", against, arms, "the finished runs")
-    chosen = [name.strip() for name in columns.strip("[]").split(",") if name.strip()] or _columns(places, finished)
-    known = {name for run in finished for name in _keys(run.summary) if run.value(name) is not None}
+    chosen = listed(columns) or _columns(places, finished)
+    known = {name for run in finished for name in flat(run.summary) if run.value(name) is not None}
     for column in [*chosen, *([x, y] if x else [])]:
         if column not in known:
             raise unknown("column", column, known, "the summaries")
@@ -155,7 +154,7 @@ def _changes(one: RunSummary, two: RunSummary) -> list[str]:
     """Return the differences between two runs: the content of their data, the number of steps, of tokens."""
     prints = [run.summary.get("fingerprint") or {} for run in (one, two)]
     changes = unlike(*prints) if all(prints) else []
-    for key, amount in AMOUNTS.items():
+    for key, amount in {"steps": "the steps", "tokens": "the tokens trained on"}.items():
         there, here = one.value(key), two.value(key)
         if there is not None and here is not None and there != here:
             changes.append(f"{amount} ({there:,.0f} there, {here:,.0f} here)")
@@ -218,8 +217,8 @@ def write(
         **{name: picture.png for name, picture in pictures.items()},
     }
     for name, content in contents.items():
-        _put(folder / name, content)
-    _put(folder / f"{stem}.html", report.html().encode())  # last: the others do not need the files beside the runs
+        write_whole(folder / name, content)
+    write_whole(folder / f"{stem}.html", report.html().encode())  # last: the others need no files beside the runs
     sentences = [missing] if missing else []
     bare = [arm for arm, found in curves.items() if not found]
     if bare and len(bare) < len(curves):
@@ -229,11 +228,6 @@ def write(
         sentences.append(f"not in the picture of {y} against {x}, as they lack one of the two: {', '.join(bare)}")
     sentences.append(f"written to {path_text(folder)}: {', '.join([f'{stem}.md, .csv, .json', *pictures])}")
     return [*sentences, f"all on one page, for a browser: {path_text(folder / f'{stem}.html')}"]
-
-
-def _put(place: Path, content: bytes) -> None:
-    with replacing(place) as file:
-        file.write(content)
 
 
 def _picture(figure: Figure, name: str) -> Picture:
@@ -349,12 +343,6 @@ def _columns(folders: Sequence[Path], runs: Sequence[RunSummary]) -> list[str]:
     return known or [column for column in USUAL if _numbers(runs, column)] or ["steps"]
 
 
-def _keys(summary: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """Yield every key that may hold a number, with the path to it."""
-    for key, value in summary.items():
-        yield from _keys(value, f"{above}{key}.") if isinstance(value, Mapping) else [f"{above}{key}"]
-
-
 def _state(run: Path) -> str:
     """Return the state of a run that is not finished; empty for a finished run."""
     summary = read_json(run / "summary.json")
@@ -368,11 +356,7 @@ def _state(run: Path) -> str:
     how = "running, or killed," if status == "running" else str(status)
     if summary.get("run"):
         return f"{how} in its run {summary['run']}{f': {reason}' if reason else ''}"
-    reached = _last_step(run) if status == "running" else None
-    return f"{how} at step {reached or steps}{f': {reason}' if reason else ''}"
-
-
-def _last_step(run: Path) -> int | None:
-    """Return the last step of a run's curves: a summary is written only when a run begins and when it ends."""
-    file = run / "metrics.csv"
-    return max((step for steps in read_metrics(file).values() for step in steps), default=None)
+    if status == "running":  # a summary is written only when a run begins and when it ends, curves in between
+        curves = read_metrics(run / "metrics.csv").values()
+        steps = max((step for curve in curves for step in curve), default=0) or steps
+    return f"{how} at step {steps}{f': {reason}' if reason else ''}"

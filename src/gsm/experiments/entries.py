@@ -130,10 +130,8 @@ def _parse_entry(name: str, value: Any) -> Entry:
             raise ConfigError(
                 f"runs.{name}.evaluate: {word} is not allowed because the experiment sets it. Leave it out"
             )
-    try:  # an argument that evaluate.py refuses is refused before anything is trained
+    with naming(f"runs.{name}.evaluate"):  # an argument that evaluate.py refuses is refused before anything is trained
         commands.asked(lines)
-    except ConfigError as error:
-        raise ConfigError(f"runs.{name}.evaluate: {error}") from error
     return Entry(name, after, tuple(lines), measures=True)
 
 

@@ -31,8 +31,7 @@ TEMPLATE = Path(__file__).with_suffix(".html.jinja")
 PICTURES = (
     "Pictures: lines and bars are means over the seeds, bands and whiskers a standard deviation, dots single seeds."
 )
-PARENTS = {*SEVERAL, "arm", "seed", "runs", "jobs", "resume", "table"}
-OWN = {*PARENTS, "folder", "logs", "name"}
+OWN = {*SEVERAL, "arm", "seed", "runs", "jobs", "resume", "table", "folder", "logs", "name"}
 LARGEST = 1 << 20  # bytes of a configuration, or of an evaluation's picture: a larger file is not of this project
 
 
@@ -90,9 +89,11 @@ class Report:
         environment.filters["plus_minus"] = lambda cell: str(cell).replace(" +- ", " ± ")
         environment.filters["breaking"] = lambda path: Markup(".<wbr>").join(str(path).split("."))  # which escapes
         first = self._first[:1]
+        experiments = (_mapping(run.summary.get("choices")).get("experiment") for run in self.table.runs)
+        questions = dict.fromkeys(_question(str(name)) for name in experiments if name)
         return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
             report=self,
-            question=" ".join(dict.fromkeys(filter(None, map(_question, self._chosen("experiment"))))),
+            question=" ".join(filter(None, questions)),
             finished=sum(not state for state in self.states.values()),
             grids=self.table.grids(),
             verdicts=self.table.verdicts(),
@@ -103,15 +104,13 @@ class Report:
             evaluations=[evaluation for folder in self.folders for evaluation in _evaluations(folder, self.place)],
             differences=self._differences(),
             arms=self._arms(),
-            configuration=[
-                (run.arm, name, _read(file)) for run in first for name, file in _yamls(run, "config").items()
-            ],
+            configuration=[(run.arm, name, _read(file)) for run in first for name, file in _yamls(run).items()],
             environment=self._environment(),
             data=[
                 [key, _text(value)] for run in first for key, value in flat(_mapping(run.summary.get("data"))).items()
             ],
-            commands=[(self._relative(folder), line) for folder in self.folders for line in _commands(folder)],
-            listed=self._listed(),
+            commands=[line for folder in self.folders for line in _commands(folder)],
+            listed=list(self._listed()),
             seconds=clock(sum(_seconds(run) for run in self.runs)),
         )
 
@@ -119,10 +118,6 @@ class Report:
     def _first(self) -> list[RunSummary]:
         """The first finished run of every arm in the table."""
         return [next(run for run in self.table.runs if run.arm == row.arm) for row in self.table.rows if row.runs]
-
-    def _chosen(self, group: str) -> list[str]:
-        choices = (_mapping(run.summary.get("choices")).get(group) for run in self.table.runs)
-        return [str(choice) for choice in choices if choice]
 
     def _arms(self) -> list[tuple[str, str]]:
         """Return the overrides of each arm in the experiment's last command."""
@@ -150,36 +145,29 @@ class Report:
             facts: dict[str, Any] = {key: run.summary.get(key) for key in ("device", "commit")}
             facts |= {"kernels": kernels(chosen) or None, **versions}
             for key, value in facts.items():
-                by_value.setdefault((key, "unknown" if value is None else _text(value)), []).append(_name(run))
-        every = len(self.table.runs)
-        return [
-            ["what", "value", "runs"],
-            *(
-                [key, value, "all" if len(runs) == every else ", ".join(runs)]
-                for (key, value), runs in by_value.items()
-            ),
-        ]
+                runs = by_value.setdefault((key, "unknown" if value is None else _text(value)), [])
+                runs.append(f"{run.arm}/seed{run.seed}")
+        grid = [["what", "value", "runs"]]
+        for (key, value), runs in by_value.items():
+            grid.append([key, value, "all" if len(runs) == len(self.table.runs) else ", ".join(runs)])
+        return grid
 
-    def _listed(self) -> list[dict[str, str]]:
-        """Return every run, in the table's order: its state, steps, duration, folder, and its training command."""
+    def _listed(self) -> Iterable[dict[str, str]]:
+        """Yield every run, in the table's order: its state, steps, duration, folder, and its training command."""
         by_folder = {run.folder: run for run in self.runs}
         order = {run.folder: number for number, run in enumerate(self.table.runs)}
-        listed = []
         for folder, state in sorted(self.states.items(), key=lambda one: order.get(one[0], len(order))):
             run = by_folder.get(folder)
             steps, tokens = (run.value(key) if run else None for key in ("steps", "tokens"))
-            listed.append(
-                {
-                    "name": f"{folder.parent.name}/{folder.name}" if len(self.folders) == 1 else self._relative(folder),
-                    "state": state or "finished",
-                    "steps": "-" if steps is None else f"{steps:,.0f}",
-                    "tokens": "-" if tokens is None else f"{tokens:,.0f}",
-                    "took": clock(_seconds(run)) if run and _seconds(run) else "-",
-                    "link": quote(self._relative(folder)) + "/",  # also the colon, so that no name becomes a scheme
-                    "command": "\n".join(_commands(folder)),
-                }
-            )
-        return listed
+            yield {
+                "name": f"{folder.parent.name}/{folder.name}" if len(self.folders) == 1 else self._relative(folder),
+                "state": state or "finished",
+                "steps": "-" if steps is None else f"{steps:,.0f}",
+                "tokens": "-" if tokens is None else f"{tokens:,.0f}",
+                "took": clock(_seconds(run)) if run and _seconds(run) else "-",
+                "link": quote(self._relative(folder)) + "/",  # also the colon, so that no name becomes a scheme
+                "command": "\n".join(_commands(folder)),
+            }
 
     def _relative(self, folder: Path) -> str:
         return os.path.relpath(folder, self.place)
@@ -188,10 +176,6 @@ class Report:
 def _words(name: str) -> str:
     """Return the name of a picture's file in words."""
     return Path(name).stem.replace("_", " ")
-
-
-def _name(run: RunSummary) -> str:
-    return f"{run.arm}/seed{run.seed}"
 
 
 def _text(value: Any) -> str:
@@ -221,17 +205,17 @@ def _commands(folder: Path) -> list[str]:
     return [before + shlex.join(["python", "train.py", *flag, *map(str, overrides)])]
 
 
-def _yamls(run: RunSummary, name: str) -> dict[str, Path]:
-    """Return Hydra's file of a run; for a run of several parts, the files of the parts that trained."""
+def _yamls(run: RunSummary) -> dict[str, Path]:
+    """Return Hydra's configuration of a run; for a run of several parts, the files of the parts that trained."""
     names = [part for part in _mapping(run.summary.get("runs")) if Path(part).name == part]
-    files = {part: run.folder / part / ".hydra" / f"{name}.yaml" for part in names or [""]}
+    files = {part: run.folder / part / ".hydra/config.yaml" for part in names or [""]}
     return {part: file for part, file in files.items() if file.is_file()}
 
 
 def _known(run: RunSummary) -> dict[str, str]:
     """Return the choices and values of a run's configuration by key; keys of several parts begin with its name."""
     facts = {group: str(choice) for group, choice in _mapping(run.summary.get("choices")).items()}
-    for part, file in _yamls(run, "config").items():
+    for part, file in _yamls(run).items():
         values = flat(_mapping(_saved(file)))
         settings = {key: value for key, value in values.items() if str(key).partition(".")[0] not in OWN}
         facts |= {f"{part}: {key}" if part else str(key): _text(value) for key, value in settings.items()}

@@ -40,7 +40,7 @@ from gsm.config.options import saved
 from gsm.evaluation.checkpoints import TRAINED
 from gsm.experiments import SEVERAL
 from gsm.experiments.table import RunSummary, Table, summarise
-from gsm.files import damage, read_json, replacing
+from gsm.files import damage, read_json, write_whole
 from gsm.intervals import over_windows
 from gsm.paths import ROOT
 from gsm.tables import Grid, grid_markdown, length_text
@@ -87,7 +87,8 @@ def publish(folder: Path, into: Path, metrics: Sequence[str]) -> str:
                 f"Use columns={known}, or another name= for the experiment."
             )
         columns = header
-    rows = [row(file.parent, columns) for file in sorted(folder.rglob("summary.json")) if _is_run(file.parent)]
+    places = [file.parent for file in sorted(folder.rglob("summary.json"))]
+    rows = [row(place, columns) for place in places if re.fullmatch(r"seed-?\d+", place.name)]  # others are parts
     rows = [line for line in rows if line["status"] not in ("", "running")]
     new = [line for line in rows if line not in written]
     text = io.StringIO()
@@ -95,8 +96,7 @@ def publish(folder: Path, into: Path, metrics: Sequence[str]) -> str:
     if not path.is_file():
         writer.writeheader()
     writer.writerows(new)
-    with replacing(path) as file:
-        file.write((path.read_bytes() if path.is_file() else b"") + text.getvalue().encode())
+    write_whole(path, (path.read_bytes() if path.is_file() else b"") + text.getvalue().encode())
     return f"{len(new)} rows added to {path}, {len(rows) - len(new)} were there"
 
 
@@ -234,8 +234,7 @@ def picture(words: str, page: Path, folder: Path = RESULTS) -> None:
     found = {row.arm: [run.value(column) for run in made.runs if run.arm == row.arm] for row in made.rows}
     figure, (axes,) = plots.figure(width=5.2, height=1.0 + 0.25 * len(found))
     plots.seeds(axes, {arm: [x for x in values if x is not None] for arm, values in found.items()}, plots.label(column))
-    with replacing(page.parent / options["picture"]) as file:
-        file.write(plots.png(figure))
+    write_whole(page.parent / options["picture"], plots.png(figure))
 
 
 def _asked(words: str, folder: Path) -> tuple[str, Table, dict[str, str]]:
@@ -251,11 +250,6 @@ def _asked(words: str, folder: Path) -> tuple[str, Table, dict[str, str]]:
             run.summary[change[0]] = math.log(ends[0] / ends[1]) if ends[0] and ends[1] else None
     arms = sorted(dict.fromkeys(run.arm for run in trained), key=lambda arm: arm != options.get("against"))
     return name, summarise(trained, columns, arms), options
-
-
-def _is_run(folder: Path) -> bool:
-    """Return whether a folder with a summary is that of an arm and a seed; runs inside of an arm are parts."""
-    return re.fullmatch(r"seed-?\d+", folder.name) is not None
 
 
 def _composed(folder: Path, summary: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
@@ -295,8 +289,7 @@ def main(pages: Sequence[str], folder: Path = RESULTS) -> None:
         before = page.read_text(encoding="utf-8")
         after = tables(before, folder)
         if after != before:
-            with replacing(page) as file:
-                file.write(after.encode())
+            write_whole(page, after.encode())
             for match in MARKED.finditer(after):
                 if match["kind"] == "rows":
                     picture(match["words"], page, folder)

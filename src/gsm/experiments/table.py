@@ -142,16 +142,11 @@ class Table:
 
     def csv(self) -> str:
         """Return one line for each run, with numbers in full."""
-        rows = [
-            [
-                run.arm,
-                run.seed,
-                *(text.partition(" ")[0] for text in self._values(run.arm)),
-                *map(run.value, self.columns),
-            ]
-            for run in self.runs
-        ]
-        return grid_csv([["arm", "seed", *self._keys, *self.columns], *rows])
+        rows: list[list[Any]] = [["arm", "seed", *self._keys, *self.columns]]
+        for run in self.runs:
+            tuned = [text.partition(" ")[0] for text in self._values(run.arm)]
+            rows.append([run.arm, run.seed, *tuned, *map(run.value, self.columns)])
+        return grid_csv(rows)
 
     def plain(self) -> dict[str, Any]:
         """Return the same as containers, for JSON: ``arms`` by name, with ``columns`` and ``seeds``, and

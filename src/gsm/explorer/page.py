@@ -27,7 +27,7 @@ from gsm.data.recall import Task
 from gsm.data.tokenizer import Tokenizer
 from gsm.explorer.facts import Facts, gather
 from gsm.explorer.words import Question, of_id, questions_of, targets_of, words_of
-from gsm.files import replacing
+from gsm.files import write_whole
 from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
 
@@ -53,8 +53,7 @@ class Page:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the file atomically, and return its path."""
-        with replacing(path) as file:
-            file.write(self.html.encode())
+        write_whole(path, self.html.encode())
         return Path(path)
 
     def _repr_html_(self) -> str:

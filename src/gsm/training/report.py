@@ -35,13 +35,7 @@ BOARD = "http://localhost:6006/?" + urlencode(
 )
 
 
-def header(
-    config: Mapping[str, Any],
-    facts: Mapping[str, Any],
-    trainer: Trainer,
-    data: DataModule,
-    note: str = "",
-) -> str:
+def header(config: Mapping[str, Any], facts: Mapping[str, Any], trainer: Trainer, data: DataModule, note: str) -> str:
     """Return the announcement: the model, the data and the folder of the run; ``facts`` are those of its summary."""
     sizes = ""
     if data.batch_size and data.context:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import Any
 
 import lightning
 import torch
+from hydra.core.utils import env_override
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
@@ -39,7 +41,7 @@ from gsm.evaluation import ngrams
 from gsm.evaluation.questions import MEASURES
 from gsm.files import read_json
 from gsm.models.base import LanguageModel
-from gsm.signals import leaving_with_this
+from gsm.signals import PARENT
 from gsm.training import report, weights
 from gsm.training.callbacks import find
 from gsm.training.callbacks.checkpoints import Latest
@@ -95,7 +97,7 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
     ranks.compare(lambda: values, lambda key: (not decides(key), key))
 
     optimizer = instantiate(config["optimizer"], "optimizer")
-    summary = Summary(folder / "summary.json", {})
+    summary = Summary(folder / "summary.json")
     trainer = build(config, summary)
     data = functools.cache(lambda: open_data(config))
 
@@ -235,7 +237,8 @@ def _fit(parts: Parts, start: Start) -> None:
             print(_farewell(parts), flush=True)
 
     try:
-        with leaving_with_this():
+        # Ranks that Lightning starts leave with this process, or they would look for a killed leader for half an hour.
+        with env_override({PARENT: str(os.getpid())}):
             trainer.fit(parts.task, datamodule=parts.data, ckpt_path=start.checkpoint, weights_only=True)
         if start.checkpoint and not goes_on_here and start.step >= trainer.max_steps:
             # Lightning has skipped all hooks: there is no curve and no last.ckpt yet.

@@ -228,12 +228,8 @@ def _environment(chosen: Mapping[str, Any]) -> ClusterEnvironment | None:
     """Return the launcher of this process as one of several that train together; None: nobody, or Lightning."""
     if TorchElasticEnvironment.detect():
         return TorchElasticEnvironment()
-    return SLURMEnvironment(auto_requeue=False) if SLURMEnvironment.detect() and not _is_alone(chosen) else None
-
-
-def _is_alone(chosen: Mapping[str, Any]) -> bool:
-    """Return whether the Trainer has one device, whoever else was started beside this process."""
-    return not chosen.get("strategy") and chosen.get("devices", "auto") == 1 and chosen.get("num_nodes", 1) == 1
+    alone = not chosen.get("strategy") and chosen.get("devices", "auto") == 1 and chosen.get("num_nodes", 1) == 1
+    return SLURMEnvironment(auto_requeue=False) if SLURMEnvironment.detect() and not alone else None
 
 
 def refuse_divided(trainer: lightning.Trainer, task: LanguageModeling) -> None:
@@ -283,8 +279,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
             f"trainer=context trainer.context={context}, without a number in trainer.strategy."
         )
     refuse_arguments(chosen)
-    if chosen["max_steps"] > 0:
-        chosen["log_every_n_steps"] = min(chosen.get("log_every_n_steps") or 50, chosen["max_steps"])
+    chosen["log_every_n_steps"] = min(chosen.get("log_every_n_steps") or 50, chosen["max_steps"])
     if chosen.get("accelerator") == "auto" and not torch.cuda.is_available():
         chosen["accelerator"] = "cpu"  # on a Mac Lightning would take MPS
     if chosen.get("precision") == "auto":

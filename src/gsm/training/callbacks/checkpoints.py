@@ -57,9 +57,7 @@ class Latest(Checkpoint):
         """Start counting minutes."""
         self._since = time.monotonic()
 
-    def on_train_batch_end(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         """Note whether a logging interval ends; its metrics are logged after this hook."""
         self.settled = ends_interval(trainer)
 
@@ -70,9 +68,7 @@ class Latest(Checkpoint):
             if self.settled:
                 self.save(trainer)
 
-    def on_train_batch_start(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         """Save if nothing is pending and it is time to; the first hook after metrics are logged."""
         if self.settled and self.saved != trainer.global_step:
             wait = max(self.minutes * 60, self._took / self.share)

@@ -67,9 +67,7 @@ class Interruption(lightning.Callback):
             for number in set(answered()) - self._foreign:
                 signal.signal(number, self._remember)
 
-    def on_train_batch_start(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         """End training between two batches, if nothing is pending; at once where nothing would be saved."""
         if all(latest.settled for latest in find(trainer, Latest)):
             self._stop(trainer)

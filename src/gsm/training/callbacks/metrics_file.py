@@ -15,7 +15,7 @@ from typing import Any
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import Logger
 
-from gsm.files import open_regular, regular, replacing
+from gsm.files import open_regular, regular, write_whole
 
 HEADER = "step,name,value\n"
 LINE = re.compile(r"(\d{1,15}),[^,\n]+,[^,\n]+\n")
@@ -77,10 +77,8 @@ class MetricsFile(Logger):
         """Drop the lines after ``step``, and lines that a killed process or a disk has garbled."""
         if not self.path.is_file():
             return
-        matches = ((LINE.fullmatch(line), line) for line in _lines(self.path)[1:])
-        lines = [line for match, line in matches if match and int(match[1]) <= step]
-        with replacing(self.path) as file:
-            file.write("".join([HEADER, *lines]).encode())
+        lines = [line for line in _lines(self.path)[1:] if (match := LINE.fullmatch(line)) and int(match[1]) <= step]
+        write_whole(self.path, "".join([HEADER, *lines]).encode())
 
     @rank_zero_only
     def save(self) -> None:

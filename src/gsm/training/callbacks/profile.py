@@ -37,9 +37,7 @@ class Profile(lightning.Callback):
         self._watching: profile | None = None
         self._first: int | None = None
 
-    def on_train_batch_start(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *_: Any) -> None:
         """Begin to watch, when it is time."""
         if not self.enabled or not trainer.is_global_zero or self._watching is not None:
             return
@@ -53,9 +51,7 @@ class Profile(lightning.Callback):
         self._watching = profile(activities=kinds, record_shapes=True, profile_memory=True)
         self._watching.__enter__()
 
-    def on_train_batch_end(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *_: Any) -> None:
         """End, and writes, after the last step that is watched."""
         if self._watching is not None and self._first is not None and trainer.global_step >= self._first + self.steps:
             self._end(pl_module.device)

@@ -45,29 +45,20 @@ class Progress(lightning.Callback):
             self._show(self._line(trainer, float(outputs.get("cross_entropy", outputs["loss"]))), stays)
 
     def on_validation_batch_start(
-        self,
-        trainer: lightning.Trainer,
-        pl_module: lightning.LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int, *_: Any
     ) -> None:
         """Show the batch of the validation, on a terminal."""
         if trainer.is_global_zero and self._terminal:
-            self._show(
-                f"step {trainer.global_step}: validating, batch {batch_idx + 1} of {trainer.num_val_batches[0]}",
-                stays=False,
-            )
+            batches = trainer.num_val_batches[0]
+            self._show(f"step {trainer.global_step}: validating, batch {batch_idx + 1} of {batches}", stays=False)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Print the results of the validation."""
         if trainer.is_global_zero and not trainer.sanity_checking:
             metrics = trainer.callback_metrics
             values = [f"{name} {metrics[key]:.4g}" for name, key in VALIDATION if key in metrics]
-            self._show(
-                f"step {trainer.global_step:>{len(str(trainer.max_steps))}}: validation " + "  ".join(values),
-                stays=True,
-            )
+            step = f"step {trainer.global_step:>{len(str(trainer.max_steps))}}"
+            self._show(f"{step}: validation {'  '.join(values)}", stays=True)
 
     def _line(self, trainer: lightning.Trainer, loss: float) -> str:
         """Return the line, with the numbers that are known already, within 80 columns."""

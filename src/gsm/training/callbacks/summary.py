@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,12 +34,11 @@ class Summary(lightning.Callback):
 
     Args:
         path: of the file.
-        facts: facts from before training: experiment, arm, seed, size, parameters, data, kernels, ...
     """
 
-    def __init__(self, path: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.facts = {**facts, "versions": versions(), "commit": commit(), "sources": sources()}
+        self.facts: dict[str, Any] = {"versions": versions(), "commit": commit(), "sources": sources()}
         self._found: dict[str, float | None] = dict.fromkeys(VALIDATION)
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -63,7 +61,8 @@ class Summary(lightning.Callback):
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Take the results of the validation; they travel in the checkpoint that is written then."""
         if not trainer.sanity_checking:
-            self._found = {key: number(trainer.callback_metrics.get(name)) for key, name in VALIDATION.items()}
+            metrics = trainer.callback_metrics
+            self._found = {key: float(metrics[name]) if name in metrics else None for key, name in VALIDATION.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the results of the last validation, for a resumed run that has only its conclusions left."""
@@ -88,11 +87,6 @@ class Summary(lightning.Callback):
         if trainer.is_global_zero:
             write_json(self.path, self.facts)
         return self.facts
-
-
-def number(value: torch.Tensor | float | None) -> float | None:
-    """Return a scalar as a float, for JSON."""
-    return None if value is None else float(value)
 
 
 def versions() -> dict[str, str]:

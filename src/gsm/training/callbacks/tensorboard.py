@@ -121,9 +121,7 @@ class Charts(lightning.Callback):
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
-    def on_train_batch_start(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         """Write after the first metrics were logged."""
         self._write(trainer)
 

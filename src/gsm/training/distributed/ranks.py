@@ -90,12 +90,11 @@ def compare(make: Callable[[], Mapping[str, Any]], order: Callable[[str], Any] =
         if isinstance(value, Exception):
             raise value
     for number, value in enumerate(values):
-        absent = dict.fromkeys({*value, *values[0]}, "nothing")
-        mine, first = {**absent, **value}, {**absent, **values[0]}
-        for key in sorted(mine, key=order):
-            if mine[key] != first[key]:
+        for key in sorted({*value, *values[0]}, key=order):
+            mine, first = value.get(key, "nothing"), values[0].get(key, "nothing")
+            if mine != first:
                 raise ConfigError(
-                    f"{key}={mine[key]!s:.60} on rank {number} is not allowed because rank 0 has {first[key]!s:.60}, "
+                    f"{key}={mine!s:.60} on rank {number} is not allowed because rank 0 has {first!s:.60}, "
                     "and they train one model. Use the same on all ranks."
                 )
 
