@@ -99,8 +99,8 @@ class Recurrent(Attention):
             return attention()
         mixer = partial(self.mixer, geometry=geometry, name=common["name"])
         heads = self.heads or fitting_heads(mixer, shape, attention, share=0.5 if self.beside else 1.0)
-        recurrence = mixer(replace(shape, heads=heads))
-        return MixerSum(attention(), recurrence) if self.beside else recurrence
+        recurrence = partial(mixer, replace(shape, heads=heads))
+        return MixerSum(attention(), recurrence()) if self.beside else recurrence()
 
 
 def fitting_heads(mixer: Callable[[Shape], Any], shape: Shape, target: Callable[[], Any], share: float) -> int:
