@@ -62,7 +62,7 @@ def test_a_notebook_runs_and_draws(path: Path, kernel: tuple[Any, Path]):
 
     manager, cache = kernel
     notebook = nbformat.read(path, as_version=4)
-    notebook.cells.insert(0, nbformat.v4.new_code_cell(f"%reset -f\n%cd -q {path.parent}"))
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(f"%reset -f\n__import__('os').chdir({str(path.parent)!r})"))
     client = NotebookClient(notebook, km=manager, timeout=None)
     client.execute()
     client.kc.stop_channels()
