@@ -197,14 +197,14 @@ def test_layers_with_a_recurrence_beside_attention_have_the_weights_entries_and_
 
 @pytest.mark.parametrize("size", variants("size"))
 def test_a_recurrence_has_about_the_parameters_of_the_attention_or_half_of_them_beside_it(size: str):
-    """As near as whole heads come; a head of pico alone has as many as half of the attention."""
-    words = ["model/encoder_layer=recurrent"]
+    """Heads are whole, so the numbers are near these shares and not equal to them."""
+    words = ["model/encoder_layer=recurrent", "model.encoder_layer.feed_forward_convolution=4"]
     with torch.device("meta"):
         paper, alone, beside = (
             gsm.build_model("gsm", size=size, overrides=each) for each in ([], words, ["model/encoder_layer=beside"])
         )
     assert {type(block.attention).__name__ for block in alone.encoder} == {GDN, "SparseAttention"}
-    assert abs(alone.parameter_report().total / paper.parameter_report().total - 1) < 0.02
+    assert abs(alone.parameter_report().total / paper.parameter_report().total - 1) < 0.015
     layer = beside.get_submodule("encoder.blocks.0.attention")
     attention, recurrence = (sum(p.numel() for p in part.parameters()) for part in (layer.attention, layer.recurrence))
     assert 0.35 < recurrence / attention < 0.75

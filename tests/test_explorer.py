@@ -179,8 +179,8 @@ def test_sources_are_the_strongest_of_the_rollout():
     ("case", "tokens", "message"),
     [
         ("baseline", T, "model Baseline is not allowed because it has no shared state. Use a GSM"),
-        ("gsm-encoder_layer=recurrent", T, r"encoder layers \[1, 4\].* Use a GSM of model/encoder_layer=attention"),
-        ("gsm-encoder_layer=beside", T, r"encoder layers \[1, 4\].* Use a GSM of model/encoder_layer=attention"),
+        ("gsm-encoder_layer=recurrent", T, r"encoder layers \[1, 4\] .* Use a GSM of model/encoder_layer=attention"),
+        ("gsm-encoder_layer=beside", T, r"encoder layers \[1, 4\] .* Use a GSM of model/encoder_layer=attention"),
         ("gsm", RATIO, "a text of 2 tokens is not allowed. Use 3 to 4,096"),
         ("gsm", facts.LONGEST + 1, "a text of 4,097 tokens"),
     ],

@@ -175,7 +175,7 @@ def check(model: LanguageModel, tokens: int | None = None, name: str = "") -> No
     if layers := with_recurrences(model):
         raise ValueError(
             f"model {name or type(model).__name__} is not allowed because attention weights do not describe "
-            f"its encoder layers {layers}, which have recurrences. Use a GSM of model/encoder_layer=attention"
+            f"its encoder layers {layers} with their recurrences. Use a GSM of model/encoder_layer=attention"
         )
     least = model.geometry.encoder_ratio + 1
     if tokens is not None and not least <= tokens <= LONGEST:
