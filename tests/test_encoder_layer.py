@@ -41,6 +41,8 @@ def test_a_layer_above_a_recurrence_needs_all_positions():
     assert build("gsm").encoder.reaches == [W - 1, None, None, W - 1]
     assert build("gsm-encoder_layer=recurrent").encoder.reaches == [None] * 4
     assert build("gsm-encoder_layer=recurrent").schedule(60, 1).encoder == [60, 60, 60, M]
+    reuse = build("gsm", encoder_layer=Recurrent(variant("mixer", "gated_delta_net"), roles=["reuse"]))
+    assert reuse.encoder.reaches == [W - 1, None, None, None]
 
 
 def test_a_new_encoder_with_convolutions_is_the_paper_s():
@@ -215,7 +217,7 @@ def test_the_variant_of_the_text_has_the_parameters_of_its_comparator():
     with torch.device("meta"):
         totals = [
             gsm.build_model("gsm", size="nano", overrides=arms[arm]).parameter_report().total
-            for arm in ("deep_beside", "deep_recurrent", "gated_delta_net")
+            for arm in ("deep_beside", "deep_recurrent", "deep_reuse", "gated_delta_net")
         ]
     assert max(totals) / min(totals) < 1.01
 
@@ -254,6 +256,9 @@ def test_filters_are_left_to_adamw_and_count_as_convolutions():
 def test_wrong_numbers_are_refused():
     with pytest.raises(ValueError, match="heads=0 is not allowed"):
         Recurrent(variant("mixer", "gated_delta_net"), heads=0)
+    for roles in ([], ["reuse", "full"]):
+        with pytest.raises(ValueError, match=r"^roles=\[.* is not allowed .* Use \[window\], \[reuse\] or"):
+            Recurrent(variant("mixer", "gated_delta_net"), roles=roles)
     with pytest.raises(ValueError, match="^feed_forward_convolution=0 is not allowed"):
         Attention(feed_forward_convolution=0)
     with pytest.raises(ValueError, match="^feed_forward_convolution=1025 is not allowed"):

@@ -284,6 +284,7 @@ def register_resolvers() -> None:
     """Register the functions that yaml files may call.
 
     * ``${root:}``: the folder of the repository, or the current one where there is none;
+    * ``${quoted:path}``: the path as an override of Hydra has it;
     * ``${named:experiment}``, ``${named:arm}``: their default names, see ``gsm.config.naming``;
     * ``${variants:group,first,without,...}``: arms of an experiment, one for each variant of a group, so that a new
       yaml is one more arm; the first one named leads, the others named are left out;
@@ -291,6 +292,7 @@ def register_resolvers() -> None:
     """
     OmegaConf.register_new_resolver("root", lambda: str(paths.runs_home()), replace=True)
     OmegaConf.register_new_resolver("home", paths.at_home, replace=True)
+    OmegaConf.register_new_resolver("quoted", quoted, replace=True)
     OmegaConf.register_new_resolver("variants", _variants, replace=True)
     OmegaConf.register_new_resolver("options", _options, replace=True)
     OmegaConf.register_new_resolver("named", _named, replace=True)

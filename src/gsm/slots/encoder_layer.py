@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -67,10 +67,11 @@ ATTENTION = Attention()
 
 
 class Recurrent(Attention):
-    """Recurrences, or any other mixers, in the layers that build no bank; sparse attention in Full layers.
+    """Recurrences, or any other mixers, in the layers of some roles; sparse attention in the others.
 
     Args:
         mixer: called with ``shape, geometry=..., name=...``.
+        roles: of the layers with these mixers: ``window``, ``reuse`` or both. A Full layer builds a bank.
         heads: heads of these mixers; None: the divisor of the size's that brings the number of their parameters
             nearest to that of the layer's attention, or beside attention to half of it.
         beside: whether these layers keep their attention and add the mixer's output (``MixerSum``); false: the mixer is
@@ -78,24 +79,30 @@ class Recurrent(Attention):
         feed_forward_convolution: of all layers, as in ``Attention``.
 
     Raises:
-        ValueError: for heads below 1.
+        ValueError: for heads below 1, and for other roles.
     """
 
     def __init__(
         self,
         mixer: Callable[..., Mixer],
+        roles: Sequence[str] = ("window", "reuse"),
         heads: int | None = None,
         beside: bool = False,
         feed_forward_convolution: int = 1,
     ):
         super().__init__(feed_forward_convolution)
         within(1, heads=heads)
-        self.mixer, self.heads, self.beside = mixer, heads, beside
+        if not roles or set(roles) - {"window", "reuse"}:
+            raise ValueError(
+                f"roles={list(roles)} is not allowed because a mixer can be in window-only and Reuse layers alone. "
+                "Use [window], [reuse] or [window,reuse]"
+            )
+        self.mixer, self.roles, self.heads, self.beside = mixer, roles, heads, beside
 
     def layer(self, shape: Shape, role: Role, *, geometry: MixerGeometry, **common: Any) -> Mixer:
-        """Build the mixer, or the attention of a Full layer."""
+        """Build the mixer, or the attention of a layer of another role."""
         attention = partial(super().layer, shape, role, geometry=geometry, **common)
-        if role == "full":
+        if role not in self.roles:
             return attention()
         mixer = partial(self.mixer, geometry=geometry, name=common["name"])
         heads = self.heads or fitting_heads(mixer, shape, attention, share=0.5 if self.beside else 1.0)
