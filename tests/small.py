@@ -147,7 +147,6 @@ MEMORIES = (
     "gsm-retriever=separate_indexer",
     "gsm-retriever=random_topk",
     "gsm-retriever=dense",
-    "gsm-encoder_layer=beside",
     "gsm-encoder_layer=convolved",
     "gsm-encoder_layer=recurrent",
     "gsm-encoder_reading=window_only",

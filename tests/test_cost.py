@@ -154,8 +154,7 @@ def part_of(model: LanguageModel, path: list[str]) -> str | None:
     owners = {
         "query": "projections", "output": "projections", "window": "entries", "compressor": "compressors",
         "indexer": "indexers", "feed_forward": "feed-forward", "key_value": "keys and values",
-        "attention": "projections", "recurrence": "projections", "decay": "projections", "gate": "projections",
-        "shared": "feed-forward",
+        "attention": "projections", "shared": "feed-forward", "decay": "projections", "gate": "projections",
     }  # fmt: skip
     owner = path[-2] if len(path) > 2 else ""
     leaf = not any(model.get_submodule(".".join(path[1:])).children())

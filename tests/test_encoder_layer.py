@@ -1,5 +1,4 @@
-"""The layers of the encoder of GSM as a slot: a convolution before their feed-forwards, recurrences in place
-of some or beside them.
+"""The layers of the encoder of GSM as a slot: a convolution before their feed-forwards, recurrences in place of some.
 (test_three_ways, test_memory, test_pieces and others compare the modes of every variant.)"""
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ import torch
 from small import GEOMETRY, SHALLOW, M, W, assert_same, build, random_tokens, variant
 
 import gsm
-from gsm.analysis.attention import names_of, with_recurrences
+from gsm.analysis.attention import names_of
 from gsm.analysis.rollout import TAPS, state_routes
 from gsm.config.compose import compose
 from gsm.costs.model import cost
@@ -39,10 +38,9 @@ def test_the_rows_of_the_paper_s_encoder_are_those_of_equation_14():
 
 def test_a_layer_above_a_recurrence_needs_all_positions():
     assert build("gsm").encoder.reaches == [W - 1, None, None, W - 1]
-    assert build("gsm-encoder_layer=recurrent").encoder.reaches == [None] * 4
-    assert build("gsm-encoder_layer=recurrent").schedule(60, 1).encoder == [60, 60, 60, M]
-    reuse = build("gsm", encoder_layer=Recurrent(variant("mixer", "gated_delta_net"), roles=["reuse"]))
-    assert reuse.encoder.reaches == [W - 1, None, None, None]
+    assert build("gsm-encoder_layer=recurrent").encoder.reaches == [W - 1, None, None, None]
+    both = build("gsm", encoder_layer=Recurrent(variant("mixer", "gated_delta_net"), roles=["window", "reuse"]))
+    assert both.encoder.reaches == [None] * 4 and both.schedule(60, 1).encoder == [60, 60, 60, M]
 
 
 def test_a_new_encoder_with_convolutions_is_the_paper_s():
@@ -117,11 +115,11 @@ def test_a_comparator_with_the_same_convolutions_is_one_computation_in_all_modes
 
 
 @pytest.mark.parametrize("capacity", [None, 60])
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("roles", [["reuse"], ["window", "reuse"]])
 @torch.no_grad()
-def test_convolutions_in_all_layers_and_recurrences_in_some_are_one_computation_in_all_modes(capacity, beside):
+def test_convolutions_in_all_layers_and_recurrences_in_some_are_one_computation_in_all_modes(capacity, roles):
     mixer = variant("mixer", "gated_delta_net")
-    layers = Recurrent(mixer, beside=beside, feed_forward_convolution=CONVOLUTION)
+    layers = Recurrent(mixer, roles=roles, feed_forward_convolution=CONVOLUTION)
     model, tokens = build("gsm", encoder_layer=layers), random_tokens(2, 60)
     assert [block.incomplete for block in model.encoder] == [CONVOLUTION - 1] * GEOMETRY.encoder_layers
     full = model(tokens).logits
@@ -138,6 +136,7 @@ def test_convolutions_in_all_layers_and_recurrences_in_some_are_one_computation_
 @torch.no_grad()
 def test_layers_without_a_bank_can_have_any_mixer(name: str):
     words = ["model/encoder_layer=recurrent", f"model/mixer@model.encoder_layer.mixer={name}"]
+    words = [*words, "model.encoder_layer.roles=[window,reuse]"]
     model = gsm.build_model("gsm", size="pico", overrides=words, seed=0).double().eval()
     tokens = random_tokens(1, 70)
     full = model(tokens).logits
@@ -149,7 +148,7 @@ def test_layers_without_a_bank_can_have_any_mixer(name: str):
 @torch.no_grad()
 def test_a_stage_on_a_recurrent_layer_reads_the_entries_of_the_layer_below():
     model = build("gsm-encoder_layer=recurrent", geometry=SHALLOW)
-    assert [type(block.attention).__name__ for block in model.encoder] == [GDN, "SparseAttention", GDN]
+    assert [type(block.attention).__name__ for block in model.encoder] == ["SparseAttention", "SparseAttention", GDN]
     with gsm.record() as seen:
         model(random_tokens(1, 30))
     assert "encoder/3/top_k" not in seen and "encoder/3/weights" not in seen
@@ -159,57 +158,12 @@ def test_a_stage_on_a_recurrent_layer_reads_the_entries_of_the_layer_below():
     assert not torch.equal(seen["stage/2/weights"], patched["stage/2/weights"])
 
 
-@torch.no_grad()
-def test_a_recurrence_beside_attention_is_added_to_it():
-    layer = build("gsm-encoder_layer=beside").get_submodule("encoder.blocks.0.attention")
-    position_BT = document_positions(torch.zeros(1, 14, dtype=torch.int64), *torch.full((2, 1), -1))
-    span, x_BTD = Span(position_BT, 14), torch.randn(1, 14, GEOMETRY.dim, dtype=torch.float64)
-    parts = [part(x_BTD, span, part.start(1, "encoder"), None)[0] for part in (layer.attention, layer.recurrence)]
-    assert_same(layer(x_BTD, span, layer.start(1, "encoder"), None)[0], sum(parts), "the sum of both")
-    with pytest.raises(
-        ValueError, match="^beside=true is not allowed because the mixer SlidingWindow is no recurrence"
-    ):
-        build("gsm", encoder_layer=Recurrent(variant("mixer", "sliding_window"), beside=True))
-
-
-@torch.no_grad()
-def test_layers_with_a_recurrence_beside_attention_have_the_weights_entries_and_costs_of_both():
-    both, paper = build("gsm-encoder_layer=beside"), build("gsm-residual=plain")
-    kinds = [type(block.attention).__name__ for block in both.encoder]
-    assert kinds == ["MixerSum", "SparseAttention", "SparseAttention", "MixerSum"]
-    names = {name.replace("attention.attention.", "attention.") for name, _ in both.named_parameters()}
-    assert {name for name in names if ".recurrence." not in name} == dict(paper.named_parameters()).keys()
-    assert names_of(both) == names_of(paper)
-    parts = both.parameter_report().parts
-    assert parts["recurrence"] > 0 and parts.keys() - paper.parameter_report().parts.keys() == {
-        "recurrence",
-        "convolutions",
-    }
-    with gsm.record("encoder/3/top_k", "encoder/4/window", "stage/2/top_k") as seen:
-        both(random_tokens(1, 30))
-    assert torch.equal(seen["stage/2/top_k"], seen["encoder/3/top_k"]) and "encoder/4/window" in seen
-    one_head = Recurrent(variant("mixer", "gated_delta_net"), heads=1)
-    models = both, paper, build("gsm", encoder_layer=one_head)
-    bytes_of = [model(random_tokens(1, 50), memory=model.start(1)).memory.breakdown() for model in models]
-    assert bytes_of[0] == {**bytes_of[1], **{key: bytes_of[2][key] for key in ("encoder_state", "encoder_convolution")}}
-    flops = [cost(model).forward_flops(50, 50) for model in models]
-    assert flops[0]["encoder/recurrence"] == flops[2]["encoder/recurrence"]
-    assert all(flops[0][part] == flops[1][part] for part in ("encoder/attention", "stages/attention"))
-
-
 @pytest.mark.parametrize("size", variants("size"))
-def test_a_recurrence_has_about_the_parameters_of_the_attention_or_half_of_them_beside_it(size: str):
-    """Heads are whole, so the numbers are near these shares and not equal to them."""
-    words = ["model/encoder_layer=recurrent", "model.encoder_layer.feed_forward_convolution=4"]
+def test_gsm_recurrent_has_the_parameters_of_gsm_at_every_size(size: str):
     with torch.device("meta"):
-        paper, alone, beside = (
-            gsm.build_model("gsm", size=size, overrides=each) for each in ([], words, ["model/encoder_layer=beside"])
-        )
-    assert {type(block.attention).__name__ for block in alone.encoder} == {GDN, "SparseAttention"}
-    assert abs(alone.parameter_report().total / paper.parameter_report().total - 1) < 0.015
-    layer = beside.get_submodule("encoder.blocks.0.attention")
-    attention, recurrence = (sum(p.numel() for p in part.parameters()) for part in (layer.attention, layer.recurrence))
-    assert 0.35 < recurrence / attention < 0.75
+        paper, recurrent = (gsm.build_model(name, size=size) for name in ("gsm", "gsm_recurrent"))
+    assert {type(block.attention).__name__ for block in recurrent.encoder} == {GDN, "SparseAttention"}
+    assert abs(recurrent.parameter_report().total / paper.parameter_report().total - 1) < 0.015
 
 
 def test_the_variant_of_the_text_has_the_parameters_of_its_comparator():
@@ -217,7 +171,7 @@ def test_the_variant_of_the_text_has_the_parameters_of_its_comparator():
     with torch.device("meta"):
         totals = [
             gsm.build_model("gsm", size="nano", overrides=arms[arm]).parameter_report().total
-            for arm in ("deep_beside", "deep_recurrent", "deep_reuse", "gated_delta_net")
+            for arm in ("deep_recurrent", "deep_reuse", "gated_delta_net")
         ]
     assert max(totals) / min(totals) < 1.01
 
@@ -231,7 +185,7 @@ def test_heads_are_chosen_without_a_random_number_and_can_be_set():
     fitted, one, four = (model.state_dict() for model in chosen)
     assert fitted.keys() == one.keys() and all(torch.equal(weight, one[name]) for name, weight in fitted.items())
     assert torch.equal(states[0], states[1])
-    name = "encoder.blocks.0.attention.recurrence.decay.weight"
+    name = "encoder.blocks.3.attention.decay.weight"
     assert len(four[name]) == 4 * len(one[name])
 
 
@@ -239,7 +193,7 @@ def test_heads_that_a_mixer_refuses_are_not_chosen():
     words = ["model/encoder_layer=recurrent", "model/mixer@model.encoder_layer.mixer=sliding_window"]
     words = [*words, "model.encoder_layer.mixer.key_value_heads=4"]
     model = gsm.build_model("gsm", size="pico", overrides=words)
-    assert model.get_submodule("encoder.blocks.0.attention").query.heads == 4
+    assert model.get_submodule("encoder.blocks.3.attention").query.heads == 4
     with pytest.raises(ValueError, match="must divide the 4 query heads"):
         gsm.build_model("gsm", size="pico", overrides=[*words[:2], "model.encoder_layer.mixer.key_value_heads=3"])
 
@@ -267,11 +221,10 @@ def test_wrong_numbers_are_refused():
 
 def test_analyses_that_multiply_attention_weights_refuse_recurrent_layers():
     model = build("gsm-encoder_layer=recurrent")
-    assert [name for name in names_of(model) if name.startswith("encoder")] == ["encoder/2", "encoder/3"]
+    assert [name for name in names_of(model) if name.startswith("encoder")] == ["encoder/1", "encoder/2", "encoder/3"]
     with gsm.record(*TAPS) as seen:
         model(random_tokens(1, 20))
-    assert with_recurrences(build("gsm-encoder_layer=beside")) == [1, 4]
-    with pytest.raises(ValueError, match=r"encoder layers \[1, 4\] .* Use a .*model/encoder_layer=attention"):
+    with pytest.raises(ValueError, match=r"encoder layers \[4\] .* Use a .*model/encoder_layer=attention"):
         state_routes(model, seen)
 
 
@@ -280,5 +233,5 @@ def test_a_run_of_before_the_slot_is_one_with_the_paper_s_layers():
     new = compose(["model=gsm"])
     old = {**new, "model": {key: value for key, value in new["model"].items() if key != "encoder_layer"}}
     assert differences(old, new) == []
-    for name in ("beside", "convolved", "recurrent"):
+    for name in ("convolved", "recurrent"):
         assert differences(old, compose(["model=gsm", f"model/encoder_layer={name}"]))

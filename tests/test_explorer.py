@@ -40,7 +40,7 @@ from gsm.explorer.words import of_text, questions_of, targets_of, visible
 T = 24
 TWO = torch.tensor([0] * 9 + [1] * 15)  # documents; the first one has a token too many for its slots
 PLAIN = "gsm-residual=plain"
-GSMS = [case for case in MEMORIES if case.startswith("gsm") and not case.endswith(("=beside", "=recurrent"))]
+GSMS = [case for case in MEMORIES if case.startswith("gsm") and not case.endswith("=recurrent")]
 HOSTILE = (
     '</script><script>window.bad = 1</script><img src=x onerror="window.bad = 1"> \u202egnp.exe & "\' ]]> --> 🙂é\0'
 )
@@ -179,8 +179,7 @@ def test_sources_are_the_strongest_of_the_rollout():
     ("case", "tokens", "message"),
     [
         ("baseline", T, "model Baseline is not allowed because it has no shared state. Use a GSM"),
-        ("gsm-encoder_layer=recurrent", T, r"encoder layers \[1, 4\] .* Use a GSM of model/encoder_layer=attention"),
-        ("gsm-encoder_layer=beside", T, r"encoder layers \[1, 4\] .* Use a GSM of model/encoder_layer=attention"),
+        ("gsm-encoder_layer=recurrent", T, r"encoder layers \[4\] .* Use a GSM of model/encoder_layer=attention"),
         ("gsm", RATIO, "a text of 2 tokens is not allowed. Use 3 to 4,096"),
         ("gsm", facts.LONGEST + 1, "a text of 4,097 tokens"),
     ],

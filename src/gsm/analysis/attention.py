@@ -15,7 +15,6 @@ from torch.nn.functional import pad
 
 from gsm.cache.slots import plan_slots
 from gsm.layers.latent_attention import LatentAttention
-from gsm.layers.mixer_sum import MixerSum
 from gsm.models.gsm import GSM
 from gsm.observe import Recording
 from gsm.shapes import last_rows
@@ -98,13 +97,13 @@ def names_of(model: GSM) -> list[str]:
     """All attentions in the order of the computation: ``encoder/1`` .., ``stage/1`` .., ``decoder/5`` .."""
     geometry, stages = model.geometry, len(model.aggregation.layers)
     mixers = enumerate((block.attention for block in model.encoder), 1)
-    encoder = [f"encoder/{layer}" for layer, mixer in mixers if isinstance(mixer, LatentAttention | MixerSum)]
+    encoder = [f"encoder/{layer}" for layer, mixer in mixers if isinstance(mixer, LatentAttention)]
     decoder = [f"decoder/{layer}" for layer in range(geometry.encoder_layers + 1, geometry.depth + 1)]
     return [*encoder, *(f"stage/{stage}" for stage in range(1, stages + 1)), *decoder]
 
 
 def with_recurrences(model: GSM) -> list[int]:
-    """Return the encoder layers that have a recurrence or another mixer, alone or beside their attention
+    """Return the encoder layers that have a recurrence or another mixer in place of attention
     (``model/encoder_layer``)."""
     layers = enumerate(model.encoder, 1)
     return [layer for layer, block in layers if not isinstance(block.attention, LatentAttention)]

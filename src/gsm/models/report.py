@@ -21,9 +21,9 @@ _PARTS = (
     ("convolutions", r"\.convolution\."),
     (
         "recurrence",
-        r"\.(attention|recurrence)\.(key|value|beta|decay\w*|step|blend|angle|skip|key_bias|step_bias|gate|router)(\.|$)",
+        r"\.attention\.(key|value|beta|decay\w*|step|blend|angle|skip|key_bias|step_bias|gate|router)(\.|$)",
     ),
-    ("query, output, sink", r"\.(attention|recurrence)\.(query|output|sink)"),
+    ("query, output, sink", r"\.attention\.(query|output|sink)"),
     ("keys and values", r"(\.attention|^)\.?key_value\."),
     ("routed experts", r"\.feed_forward\.experts\."),
     ("feed-forward", r"\.feed_forward\."),

@@ -1,8 +1,8 @@
 """The sequence mixer of each encoder layer: the slot ``model/encoder_layer``.
 
 A Full layer builds the bank of its group. Layers below the first bank (``window``) and layers that read a bank of the
-layers below (``reuse``) may be other mixers, or have a recurrence beside their attention. Stages and layers above a
-mixer without entries see the entries of the layer below it.
+layers below (``reuse``) may be other mixers. Stages and layers above a mixer without entries see the entries of the
+layer below it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 from gsm.errors import within
 from gsm.layers.block import Mixer, MixerGeometry
 from gsm.layers.costs import products
-from gsm.layers.mixer_sum import MixerSum
 from gsm.layers.projections import Shape
 from gsm.layers.sparse import Role, SparseAttention
 
@@ -73,9 +72,7 @@ class Recurrent(Attention):
         mixer: called with ``shape, geometry=..., name=...``.
         roles: of the layers with these mixers: ``window``, ``reuse`` or both. A Full layer builds a bank.
         heads: heads of these mixers; None: the divisor of the size's that brings the number of their parameters
-            nearest to that of the layer's attention, or beside attention to half of it.
-        beside: whether these layers keep their attention and add the mixer's output (``MixerSum``); false: the mixer is
-            in place of the attention.
+            nearest to that of the attention that they replace.
         feed_forward_convolution: of all layers, as in ``Attention``.
 
     Raises:
@@ -85,9 +82,8 @@ class Recurrent(Attention):
     def __init__(
         self,
         mixer: Callable[..., Mixer],
-        roles: Sequence[str] = ("window", "reuse"),
+        roles: Sequence[str] = ("reuse",),
         heads: int | None = None,
-        beside: bool = False,
         feed_forward_convolution: int = 1,
     ):
         super().__init__(feed_forward_convolution)
@@ -97,7 +93,7 @@ class Recurrent(Attention):
                 f"roles={list(roles)} is not allowed because a mixer can be in window-only and Reuse layers alone. "
                 "Use [window], [reuse] or [window,reuse]"
             )
-        self.mixer, self.roles, self.heads, self.beside = mixer, roles, heads, beside
+        self.mixer, self.roles, self.heads = mixer, roles, heads
 
     def layer(self, shape: Shape, role: Role, *, geometry: MixerGeometry, **common: Any) -> Mixer:
         """Build the mixer, or the attention of a layer of another role."""
@@ -105,19 +101,17 @@ class Recurrent(Attention):
         if role not in self.roles:
             return attention()
         mixer = partial(self.mixer, geometry=geometry, name=common["name"])
-        heads = self.heads or fitting_heads(mixer, shape, attention, share=0.5 if self.beside else 1.0)
-        recurrence = partial(mixer, replace(shape, heads=heads))
-        return MixerSum(attention(), recurrence()) if self.beside else recurrence()
+        return mixer(replace(shape, heads=self.heads or fitting_heads(mixer, shape, attention)))
 
 
-def fitting_heads(mixer: Callable[[Shape], Any], shape: Shape, target: Callable[[], Any], share: float) -> int:
-    """Return the divisor of the shape's heads that brings a mixer's parameters nearest to a share of the target's.
+def fitting_heads(mixer: Callable[[Shape], Any], shape: Shape, target: Callable[[], Any]) -> int:
+    """Return the divisor of the shape's heads with which a mixer's parameters are nearest to the target's.
 
     Divisors that the mixer refuses are left out. If all are equally near, the shape's heads stay.
     """
     differences = {}
     with torch.device("meta"):
-        goal = share * products(target()).weights
+        goal = products(target()).weights
         for heads in range(shape.heads, 0, -1):
             if shape.heads % heads == 0:
                 with contextlib.suppress(ValueError):
