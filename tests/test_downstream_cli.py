@@ -120,10 +120,10 @@ def test_it_explains_what_it_cannot_use(place: Path, given: list[str], said: str
 
 
 def test_a_harness_that_is_missing_is_said_before_anything_is_trained_for_it(monkeypatch: pytest.MonkeyPatch):
-    asked = commands.asked(["tasks=paper"])
+    measure = commands.parse(["tasks=paper"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"is not installed. Use pip install .* -e '\.\[eval\]'"):
-        asked.require()
+        measure.require()
     with pytest.raises(ConfigError, match="is not installed. Use"):
-        asked.evaluate()
-    commands.asked(["context=16"]).require()  # held-out loss needs nothing
+        measure.evaluate()
+    commands.parse(["context=16"]).require()  # held-out loss needs nothing

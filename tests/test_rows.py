@@ -140,6 +140,10 @@ def test_the_interval_over_books_is_of_books_and_the_verdict_of_seeds(tmp_path: 
     lines(tmp_path, {"books/bits_per_byte": bits, "books/by_document": by_book})
     made = rows.table("x books/bits_per_byte against=gsm without=1", tmp_path)
     assert "| near | 2 | +0.0010 |" in made and "seeds 0, 2." in made
+    with pytest.raises(
+        ConfigError, match=r"^without=3 is not allowed because x.csv has no run with this seed. Use .* 0, 1, 2"
+    ):
+        rows.table("x books/bits_per_byte without=3", tmp_path)
     made = rows.table("x books/bits_per_byte against=gsm margin=0.005", tmp_path)
     assert "| near | +0.0010 [0.0010, 0.0010] | +0.0010 [+0.0010, +0.0010] | yes |" in made
     assert "| far | +0.1000 [0.1000, 0.1000] | +0.1000 [+0.1000, +0.1000] | no |" in made

@@ -20,8 +20,8 @@ def call(arguments: Sequence[str]) -> None:
     measure, options = choose(arguments)
 
     @functools.wraps(measure, updated=())
-    def evaluate(**asked: Any) -> None:
-        measure(**asked).evaluate()
+    def evaluate(**values: Any) -> None:
+        measure(**values).evaluate()
 
     common = inspect.cleandoc(Measure.__doc__ or "").partition("Args:\n")[2]
     evaluate.__doc__ = f"{inspect.cleandoc(measure.__doc__ or '')}\n{common}"
@@ -41,15 +41,15 @@ def choose(words: Sequence[str]) -> tuple[type[Measure], list[str]]:
     return HeldOut, list(words)
 
 
-def asked(words: Sequence[str]) -> Measure:
+def parse(words: Sequence[str]) -> Measure:
     """Return the measure of ``name=value`` words. Raises ConfigError."""
     measure, options = choose(words)
     return measure(**command_line.read_arguments(options, measure, measure.script))
 
 
-def words(asked: Mapping[str, Any]) -> list[str]:
+def words(values: Mapping[str, Any]) -> list[str]:
     """Return `name=value` for each entry; a list with commas between."""
-    return [f"{name}={_text(value)}" for name, value in asked.items() if value is not None]
+    return [f"{name}={_text(value)}" for name, value in values.items() if value is not None]
 
 
 def _text(value: Any) -> str:

@@ -291,11 +291,11 @@ def _ablated(
     return rows
 
 
-def read_documents(asked: Sequence[str]) -> None:
+def read_documents(names: Sequence[str]) -> None:
     """Raise ConfigError for an unknown treatment of documents, for none, or for the same twice."""
-    if len({*asked}) < len(asked):
-        raise ConfigError(f"documents={','.join(asked)} is not allowed because a name repeats. Use each name once.")
-    for name in asked or ("nothing",):
+    if len({*names}) < len(names):
+        raise ConfigError(f"documents={','.join(names)} is not allowed because a name repeats. Use each name once.")
+    for name in names or ("nothing",):
         if name not in DOCUMENTS:
             raise ConfigError(
                 f"documents={name} is not allowed because it is unknown. Use {' or '.join(DOCUMENTS)}, "

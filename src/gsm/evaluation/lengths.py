@@ -337,8 +337,8 @@ def _check(windows: Sequence[Window], lengths: Sequence[int], scored: int, chunk
         )
 
 
-def _cell(found: Mapping[str, Any]) -> str:
-    return f"{found['perplexity']:.4f} [{found['low']:.4f}, {found['high']:.4f}]"
+def _cell(loss: Mapping[str, Any]) -> str:
+    return f"{loss['perplexity']:.4f} [{loss['low']:.4f}, {loss['high']:.4f}]"
 
 
 def _drawn(means: Mapping[str, Any], documents: Sequence[str]) -> bytes:

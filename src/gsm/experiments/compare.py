@@ -278,7 +278,7 @@ def _curves(by_arm: ByArm, metric: str, axis: str) -> dict[str, Curves]:
         for runs in by_arm.values()
         for run in runs
     }
-    known = {name for found in metrics.values() for name in found}
+    known = {name for values in metrics.values() for name in values}
     if metric and metric not in known:
         raise unknown("metric", metric, known, "metrics.csv")
     held_out = "val/accuracy" if "val/accuracy" in known else "val/loss"

@@ -131,19 +131,19 @@ def _parse_entry(name: str, value: Any) -> Entry:
                 f"runs.{name}.evaluate: {word} is not allowed because the experiment sets it. Leave it out"
             )
     with naming(f"runs.{name}.evaluate"):  # an argument that evaluate.py refuses is refused before anything is trained
-        commands.asked(lines)
+        commands.parse(lines)
     return Entry(name, after, tuple(lines), measures=True)
 
 
-def flat_entries(where: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+def flat_entries(where: str, entries: Mapping[str, Any]) -> dict[str, Any]:
     """Return every value under its path, in the order of the yaml.
 
     Where `a.b: 1` and `a: {b: 2}` are both there, the second counts: ++runs.<name>.a.b=2 sets that.
     """
-    empty = [key for key, value in asked.items() if isinstance(value, Mapping) and not flat(value)]
+    empty = [key for key, value in entries.items() if isinstance(value, Mapping) and not flat(value)]
     if empty:
         raise ConfigError(f"{where}.{empty[0]} is not allowed because it has no value. Use one, or leave it out")
-    return flat(asked) | flat({key: value for key, value in asked.items() if "." not in key})
+    return flat(entries) | flat({key: value for key, value in entries.items() if "." not in key})
 
 
 def _line(run: str, name: str, value: Any) -> str:

@@ -49,9 +49,9 @@ def refuse_single() -> None:
 
 def check_available(overrides: Sequence[str]) -> None:
     """Raise ConfigError where submitit's launcher is chosen, but not installed, and for several processes a job."""
-    asked = [line for line in overrides if line.startswith(f"{GROUP}=submitit_")]
-    if asked and not _installed():
-        raise ConfigError(f"{asked[-1]} needs the extra cluster: {paths.install('cluster')}")
+    choices = [line for line in overrides if line.startswith(f"{GROUP}=submitit_")]
+    if choices and not _installed():
+        raise ConfigError(f"{choices[-1]} needs the extra cluster: {paths.install('cluster')}")
     for line in overrides:
         key, _, number = line.partition("=")
         if key in ("hydra.launcher.nodes", "hydra.launcher.tasks_per_node") and number != "1":

@@ -248,14 +248,14 @@ def _evaluations(folder: Path, place: Path) -> Iterable[dict[str, Any]]:
         }
 
 
-def _is_grid(found: Any) -> bool:
-    rows = found if isinstance(found, list) else []
+def _is_grid(content: Any) -> bool:
+    rows = content if isinstance(content, list) else []
     return bool(rows) and all(isinstance(row, list) and row and len(row) == len(rows[0]) for row in rows)
 
 
-def _mapping(found: Any) -> Mapping[str, Any]:
+def _mapping(content: Any) -> Mapping[str, Any]:
     """Return a mapping from a file that anyone may have written; an empty one where it is something else."""
-    return found if isinstance(found, Mapping) else {}
+    return content if isinstance(content, Mapping) else {}
 
 
 def _read(file: Path) -> str:

@@ -159,7 +159,7 @@ def table(words: str, folder: Path = RESULTS) -> str:
 
     Without a row it is a sentence without a number.
     """
-    name, made, options = _asked(words, folder)
+    name, made, options = _parsed(words, folder)
     if not made.runs:
         return f"`results/{name}.csv` has no rows yet."
     grids = made.grids()
@@ -227,23 +227,28 @@ def costs(words: str) -> str:
 
 def picture(words: str, page: Path, folder: Path = RESULTS) -> None:
     """Draw the picture of a marker, where it has one and there are rows, beside its page."""
-    _, made, options = _asked(words, folder)
+    _, made, options = _parsed(words, folder)
     if not made.runs or "picture" not in options:
         return
     column = made.columns[0]
-    found = {row.arm: [run.value(column) for run in made.runs if run.arm == row.arm] for row in made.rows}
-    figure, (axes,) = plots.figure(width=5.2, height=1.0 + 0.25 * len(found))
-    plots.seeds(axes, {arm: [x for x in values if x is not None] for arm, values in found.items()}, plots.label(column))
+    values = {row.arm: [run.value(column) for run in made.runs if run.arm == row.arm] for row in made.rows}
+    figure, (axes,) = plots.figure(width=5.2, height=1.0 + 0.25 * len(values))
+    plots.seeds(axes, {arm: [x for x in each if x is not None] for arm, each in values.items()}, plots.label(column))
     write_whole(page.parent / options["picture"], plots.png(figure))
 
 
-def _asked(words: str, folder: Path) -> tuple[str, Table, dict[str, str]]:
-    """Return the file's name, the table and the options of a marker of rows."""
+def _parsed(words: str, folder: Path) -> tuple[str, Table, dict[str, str]]:
+    """Return the file's name, the table and the options of a marker of rows. Raises ConfigError for an absent seed."""
     name, *rest = words.split()
     options = dict(word.split("=", 1) for word in rest if "=" in word)
     columns, path = [word for word in rest if "=" not in word], folder / f"{name}.csv"
     known = runs(path) if path.is_file() else []
     trained = [run for run in known if str(run.seed) != options.get("without")]
+    if known and "without" in options and len(trained) == len(known):
+        raise ConfigError(
+            f"without={options['without']} is not allowed because {path.name} has no run with this seed. Use one of "
+            f"{', '.join(map(str, sorted({run.seed for run in known})))}"
+        )
     for run in trained:
         for change in filter(None, map(CHANGE.fullmatch, columns)):
             ends = run.value(change["after"]), run.value(change["before"])

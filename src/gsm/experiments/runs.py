@@ -75,7 +75,7 @@ class Run:
     @property
     def measure(self) -> Measure:
         """The measure that its words ask for. Raises ConfigError."""
-        return commands.asked(self.words)
+        return commands.parse(self.words)
 
     def finished(self) -> bool:
         """Return whether its results are there, and those of all runs before it. A run with a broken checkpoint is not

@@ -56,15 +56,15 @@ class RunSummary:
 
     def value(self, column: str) -> float | None:
         """Return a finite number of the summary; dots go down, as in ``data.train_tokens``. None without one."""
-        found = self.number(column)
-        return found if found is not None and math.isfinite(found) else None
+        value = self.number(column)
+        return value if value is not None and math.isfinite(value) else None
 
     def number(self, column: str) -> float | None:
         """Return the same, finite or not."""
-        found: Any = self.summary
+        value: Any = self.summary
         for part in column.split("."):
-            found = found.get(part) if isinstance(found, dict) else None
-        return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
+            value = value.get(part) if isinstance(value, dict) else None
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 @dataclass(frozen=True)
@@ -174,12 +174,12 @@ class Table:
 
         Runs of one seed see the same data in the same order: the effect of a seed on both is not in their difference.
         """
-        found = {(run.arm, run.seed, run.task): run for run in self.runs}
+        run_of = {(run.arm, run.seed, run.task): run for run in self.runs}
         pairs = {
             row.arm: [
-                (run, found[self.rows[0].arm, seed, task])
-                for (arm, seed, task), run in found.items()
-                if arm == row.arm and (self.rows[0].arm, seed, task) in found
+                (run, run_of[self.rows[0].arm, seed, task])
+                for (arm, seed, task), run in run_of.items()
+                if arm == row.arm and (self.rows[0].arm, seed, task) in run_of
             ]
             for row in self.rows[1:]
         }

@@ -534,12 +534,12 @@ def _read_range(key: str, entries: Mapping[str, Any]) -> Any:
 def _read_by(by: Any, columns: Sequence[str]) -> dict[str, str]:
     """Return the keys that decide, and their better direction. Raises ConfigError."""
     if by is None or isinstance(by, str):
-        asked = [column for column in columns if "/" not in column] if by is None else [by]
-        ways = {column: BETTER[word] for column in asked if (word := column.rpartition(".")[2]) in BETTER}
+        candidates = [column for column in columns if "/" not in column] if by is None else [by]
+        ways = {column: BETTER[word] for column in candidates if (word := column.rpartition(".")[2]) in BETTER}
         if not ways:
             raise ConfigError(
                 f"tune.by={by or 'null'} is not allowed because no better direction is known of "
-                f"{', '.join(asked)}. Use tune.by={{accuracy: highest}}"
+                f"{', '.join(candidates)}. Use tune.by={{accuracy: highest}}"
             )
         return ways
     if not isinstance(by, Mapping) or len(by) != 1 or set(by.values()) - {"lowest", "highest"}:

@@ -91,19 +91,19 @@ def _moments(checkpoint: Mapping[str, Any], weights: shards.Described, ordered: 
     }
 
 
-def _wrong_tensors(found: shards.Described, wanted: shards.Described) -> Iterator[str]:
+def _wrong_tensors(stored: shards.Described, needed: shards.Described) -> Iterator[str]:
     """Name the tensors that are missing, unknown, or of another shape or dtype."""
-    for key in sorted(found.keys() | wanted.keys()):
+    for key in sorted(stored.keys() | needed.keys()):
         weighs = key.startswith(shards.WEIGHTS)
         name, _, entry = key.removeprefix(shards.OPTIMIZER).rpartition("/")
         name = key.removeprefix(shards.WEIGHTS) if weighs else f"the optimiser's {entry} of {name}"
-        if key not in wanted:
+        if key not in needed:
             if not weighs or name.startswith("model."):
                 yield f"{name} is {'no parameter of this model' if weighs else 'not what it keeps'}"
-        elif key not in found:
+        elif key not in stored:
             yield f"{name} is missing"
-        elif found[key] != wanted[key]:
-            yield f"{name} is {_kind(*found[key])}, but has to be {_kind(*wanted[key])}"
+        elif stored[key] != needed[key]:
+            yield f"{name} is {_kind(*stored[key])}, but has to be {_kind(*needed[key])}"
 
 
 def _wrong_settings(checkpoint: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Iterator[str]:
