@@ -19,7 +19,7 @@ from gsm.data.tokenizer import Tokenizer
 BYTES = Tokenizer.plain_bytes()
 # Sentences of one word each, all different, so that a place among them can be told.
 SENTENCES = Haystack(" ".join(f"W{number}." for number in range(4000)), "numbers")
-MADE = Ingredients(haystack=SENTENCES)
+MADE = Ingredients(TEMPLATES["ruler"], SENTENCES, open_keys())
 SHORT = Ingredients(TEMPLATES["short"], SENTENCES, open_keys(words=4))
 
 OF_WORDS: dict[str, Any] = {name: TASKS[name] for name in ("niah_single_1", "niah_single_2", "niah_multikey_1")}

@@ -10,13 +10,13 @@ import torch
 from test_ruler import MADE, SHORT, asking
 
 from gsm.data.adaptation import RulerData
-from gsm.data.ingredients import Ingredients, open_haystack
+from gsm.data.ingredients import Ingredients, open_haystack, open_keys
 from gsm.data.ruler import NOISE, TASKS, Questions
 from gsm.data.tokenizer import Tokenizer
 from gsm.evaluation.ruler import score
 
 BYTES = Tokenizer.plain_bytes()
-WHOLE = Ingredients(haystack=open_haystack())
+WHOLE = Ingredients.choose()
 UUID = "[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 
 
@@ -107,7 +107,7 @@ def test_variables_are_given_one_another_and_the_first_a_number(made: Ingredient
     ("made", "length", "often"), [(WHOLE, 12_000, (30, 3)), (WHOLE, 3900, (6, 1)), (SHORT, 4000, (6, 1))]
 )
 def test_common_words_are_those_that_come_most_often(made: Ingredients, length: int, often: tuple[int, int]):
-    made = Ingredients(made.template, open_haystack())
+    made = Ingredients(made.template, open_haystack(), open_keys())
     for index in range(5):
         sample = asking("cwe", made).sample(index, length)
         listed = sample.input.rpartition("Below is a numbered list")[2] if made.template.examples else sample.input

@@ -185,7 +185,7 @@ class RulerData(MadeData):
     @cached_property
     def validation_set(self) -> Examples:
         """The examples of validation."""
-        return self._held_out(max(self.lengths), self.validation_sequences)
+        return self._held_out(max(self.lengths))
 
     def training_set(self, length: Callable[[int], int]) -> Examples:
         """Return the training examples; T is a function of an example's place in the training."""
@@ -197,10 +197,8 @@ class RulerData(MadeData):
 
     def of_length(self, length: int, most: int, split: str = "validation") -> list[dict[str, Tensor]]:
         """Return examples of another length. Raise ValueError for a length that holds no sample."""
-        held_out = split == "validation"
-        count = self.validation_sequences if held_out else self.examples
-        examples = self._held_out(length, count) if held_out else self.training_set(lambda _: length)
-        return [examples[int(index)] for index in validation_indices(count, most)]
+        examples = self._held_out(length) if split == "validation" else self.training_set(lambda _: length)
+        return [examples[int(index)] for index in validation_indices(len(examples), most)]
 
     def bytes_of_tokens(self, split: str) -> np.ndarray:
         """Return the bytes that each id stands for, int64 [V]."""
@@ -247,13 +245,14 @@ class RulerData(MadeData):
     @cached_property
     def _needles(self) -> dict[str, list[Questions]]:
         """The tasks of each part. They remember the sizes of haystacks, a search of seconds."""
-        parts = ("training", "evaluation")
         return {
-            part: [Questions(task, self.tokenizer, self.ingredients, part) for task in self.tasks] for part in parts
+            part: [Questions(task, self.tokenizer, self.ingredients, part) for task in self.tasks]
+            for part in ("training", "evaluation")
         }
 
-    def _held_out(self, length: int, count: int) -> Examples:
-        return Examples(self._needles["evaluation"], self.answers, UNSEEN[self.held_out], lambda _: length, count)
+    def _held_out(self, length: int) -> Examples:
+        tasks, seed = self._needles["evaluation"], UNSEEN[self.held_out]
+        return Examples(tasks, self.answers, seed, lambda _: length, self.validation_sequences)
 
 
 def trained_lengths(lengths: Sequence[int] | None, context: int) -> list[int]:

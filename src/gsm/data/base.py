@@ -147,6 +147,11 @@ class DataModule(lightning.LightningDataModule):
         return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
 
     @property
+    def _batch_share(self) -> dict[str, int]:
+        """The share of this process in every batch, for `training_batches` and `validation_batches`."""
+        return {"batch_size": self.batch_size, "rank": self.rank, "world": self.world}
+
+    @property
     def _shares(self) -> dict[str, int]:
         shares = self.trainer.distributed_sampler_kwargs if self.trainer else None
         return dict(shares or {"num_replicas": 1, "rank": 0})

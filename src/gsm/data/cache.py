@@ -10,12 +10,12 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from gsm import files
+from gsm.files import open_regular, read_json, write_json
 from gsm.paths import ROOT, at_home, in_clone
 
 log = logging.getLogger(__name__)
@@ -60,22 +60,22 @@ def file_digest(path: Path, notes: Path | None) -> str:
     state = path.stat()
     facts = {"path": str(path.resolve()), "size": state.st_size, "changed": state.st_mtime_ns}
     note = notes and notes / f"digest-{hashlib.sha256(facts['path'].encode()).hexdigest()[:20]}.json"
-    older = (files.read_json(note) if note else None) or {}
+    older = (read_json(note) if note else None) or {}
     if facts.items() <= older.items() and "sha256" in older:
         return older["sha256"]
-    with files.open_regular(path) as file:
+    with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if note:
         with suppress(OSError):  # a cache that can only be read may still hold everything else
-            files.write_json(note, {**facts, "sha256": digest})
+            write_json(note, {**facts, "sha256": digest})
     return digest
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[bool]:
+def locked(path: Path) -> Iterator[None]:
     """Hold the lock of `path`; wait for a process that has it. Then look whether that process has made the file.
 
-    Yields whether the lock is held. Some network file systems have no locks: work may be done twice there.
+    Some network file systems have no locks: work may be done twice there.
 
     Raises:
         OSError: the folder cannot be written.
@@ -84,10 +84,11 @@ def locked(path: Path) -> Iterator[bool]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.with_name(f".{path.name}.lock").open("wb")
     with file:
-        yield _take_lock(file, path)
+        _take_lock(file, path)
+        yield
 
 
-def _take_lock(file: BinaryIO, path: Path) -> bool:
+def _take_lock(file: BinaryIO, path: Path) -> None:
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -96,8 +97,6 @@ def _take_lock(file: BinaryIO, path: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
         log.debug("No lock for %s: %s", path, error)
-        return False
-    return True
 
 
 @contextmanager
@@ -110,9 +109,3 @@ def writable(folder: Path) -> Iterator[None]:
             f"the cache folder {str(folder)!r} cannot be written ({error.strerror or error}); "
             "set data.cache_dir or GSM_CACHE to a folder that can be, on a disk with room"
         ) from error
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a small file as a whole. Raise OSError with the folder and how to choose another."""
-    with writable(path.parent):
-        files.write_json(path, value)

@@ -35,8 +35,8 @@ class Load(NamedTuple):
 class Story(NamedTuple):
     """The needles and questions of a sequence: keys and values in random order, and the wait for an answer."""
 
-    told: list[tuple[int, int]]
-    asked: list[tuple[int, int]]
+    needles: list[tuple[int, int]]
+    questions: list[tuple[int, int]]
     wait: int
 
 
@@ -103,12 +103,12 @@ class Capacity:
     @property
     def least(self) -> int:
         """Tokens that the smallest load of each kind fits into, with one question."""
-        return max(min(self._least(Load(kind, amount)) for amount in amounts) for kind, amounts in self.loads.items())
+        return max(min(self._least(kind, amount) for amount in amounts) for kind, amounts in self.loads.items())
 
     def check(self, length: int) -> None:
         """Raise ValueError if sequences of this length cannot hold every load, with one question and the gap."""
         for load in self.each():
-            least = self._least(load) + self.gap
+            least = self._least(*load) + self.gap
             if length < least:
                 raise ValueError(
                     f"context={length} is not allowed because {load.kind} {load.amount} with a gap of {self.gap} takes "
@@ -133,22 +133,21 @@ class Capacity:
     def draw(self, random: np.random.Generator, length: int, whole: int | None = None) -> Drawn:
         """One sequence. Raises ValueError where it cannot hold the smallest load."""
         kind = list(self.loads)[int(random.integers(len(self.loads)))]
-        fitting = [amount for amount in self.loads[kind] if self._least(Load(kind, amount)) <= length]
+        fitting = [amount for amount in self.loads[kind] if self._least(kind, amount) <= length]
         if not fitting:
             raise ValueError(f"a sequence of {length} cannot hold {kind} {min(self.loads[kind])}")
-        return self._written(
-            random, length, growing(self.gap, length, whole), self._story(random, kind, fitting, length)
-        )
+        story = self._story(random, kind, fitting, length)
+        return self._written(random, length, growing(self.gap, length, whole), story)
 
-    def _least(self, load: Load) -> int:
-        needles = self.needles if load.kind == "wait" else load.amount
-        return 2 * needles + 2 + (load.amount if load.kind == "wait" else 0)
+    def _least(self, kind: str, amount: int) -> int:
+        return 2 * self.needles + 2 + amount if kind == "wait" else 2 * amount + 2
 
     def _story(self, random: np.random.Generator, kind: str, amounts: Sequence[int], length: int) -> Story:
         amount = amounts[int(random.integers(len(amounts)))]
         key_P = random.permutation(self.keys)
         if kind != "count":
-            pairs = [(int(key), self._value(random)) for key in key_P[: amount if kind == "find" else self.needles]]
+            key_P = key_P[: amount if kind == "find" else self.needles]
+            pairs = [(int(key), self.keys + int(random.integers(self.values))) for key in key_P]
             return Story(pairs, pairs, amount if kind == "wait" else 0)
         pairs, questions = [], []
         room = min(self.counted or amount, length // 2 - 1)  # in a sequence that is to grow, the room in it
@@ -158,21 +157,18 @@ class Capacity:
             questions.append((key, often))
         return Story([pairs[i] for i in random.permutation(len(pairs))], questions, 0)
 
-    def _value(self, random: np.random.Generator) -> int:
-        return self.keys + int(random.integers(self.values))
-
     def _written(self, random: np.random.Generator, length: int, gap: int, story: Story) -> Drawn:
         """Write the needles at random places, the gap, and questions in random order, as far as there is room."""
-        length_told, each = 2 * len(story.told), 2 + story.wait
-        count = min(len(story.asked), self.asked, max(1, (length - length_told - gap) // each))
-        questions = [story.asked[i] for i in random.permutation(len(story.asked))[:count]]
+        needles, each = len(story.needles), 2 + story.wait
+        count = min(len(story.questions), self.asked, max(1, (length - 2 * needles - gap) // each))
+        questions = [story.questions[i] for i in random.permutation(len(story.questions))[:count]]
         first = self.keys + self.values
         token_T = first + random.integers(self.fillers, size=length)
         target_T = np.full(length, IGNORED)
-        room = max(length - each * count - gap, length_told)
-        start_P = np.sort(random.integers(room - length_told + 1, size=len(story.told)))
-        place_P = start_P + 2 * np.arange(len(story.told))
-        token_T[place_P], token_T[place_P + 1] = np.array(story.told).T
+        room = max(length - each * count - gap, 2 * needles)
+        start_P = np.sort(random.integers(room - 2 * needles + 1, size=needles))
+        place_P = start_P + 2 * np.arange(needles)
+        token_T[place_P], token_T[place_P + 1] = np.array(story.needles).T
         for place, (key, value) in zip(range(length - each * count, length, each), questions, strict=True):
             due = place + story.wait
             token_T[due] = first + self.fillers

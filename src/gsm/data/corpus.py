@@ -291,16 +291,16 @@ class Corpus:
     def _of_fair_size(self, names: list[str], held_out: set[str]) -> set[str]:
         """Return `held_out` if its size is fair, else other files: at least one, and not all."""
         sizes = {name: self._bytes(name) for name in names}
-        wanted = self.validation_share * sum(sizes.values())
-        if wanted / 2 <= sum(sizes[name] for name in held_out) <= 2 * wanted and len(held_out) < len(names):
+        fair = self.validation_share * sum(sizes.values())
+        if fair / 2 <= sum(sizes[name] for name in held_out) <= 2 * fair and len(held_out) < len(names):
             return held_out
         chosen, size = set[str](), 0
         for name in sorted(names, key=fraction):
-            if len(chosen) < len(names) - 1 and abs(size + sizes[name] - wanted) < abs(size - wanted):
+            if len(chosen) < len(names) - 1 and abs(size + sizes[name] - fair) < abs(size - fair):
                 chosen, size = {*chosen, name}, size + sizes[name]
         smallest = min((name for name in names if name not in chosen), key=lambda name: (sizes[name], fraction(name)))
         fits_in = size + sizes[smallest] <= sum(sizes.values()) / 2  # or more would be held out than trained on
-        return {*chosen, smallest} if size < wanted / 2 and fits_in else chosen or {smallest}
+        return {*chosen, smallest} if size < fair / 2 and fits_in else chosen or {smallest}
 
     def _wanted(self) -> str:
         named = f" that fit {', '.join(self.taken)}" if self.taken else ""
@@ -336,8 +336,8 @@ class Corpus:
                 f"path={self._path(self.files['train'][0])} is not allowed because it holds fewer than 2 different "
                 "documents, and one has to be held out. Use data.validation for a file to hold out, or more text."
             )
-        wanted = self.validation_share if hashes[0] < self.validation_share else hashes[1]
-        return min(wanted, hashes[-1])
+        threshold = self.validation_share if hashes[0] < self.validation_share else hashes[1]
+        return min(threshold, hashes[-1])
 
     def _by_place(self, split: str) -> Iterator[Piece]:
         (name,) = self.files[split]

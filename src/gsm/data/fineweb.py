@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
-from gsm.data.cache import write_json
+from gsm.data.cache import writable
 from gsm.data.corpus import Corpus
 from gsm.data.module import TextData
 from gsm.data.reading import Damaged, Piece, damage_named, documents_of, needed
-from gsm.files import read_json
+from gsm.files import read_json, write_json
 
 REMOTE = "hf://"
 
@@ -122,7 +122,8 @@ class FineWeb(Corpus):
         if not files:
             files = self._list()
             if note:
-                write_json(note, {"which": which, "files": files})
+                with writable(note.parent):
+                    write_json(note, {"which": which, "files": files})
         return files
 
     def _list(self) -> list[str]:
@@ -151,4 +152,4 @@ class FineWeb(Corpus):
 
 
 def _datasets() -> Any:
-    return needed("datasets", "datasets", "FineWeb's parquet files")
+    return needed("datasets", "FineWeb's parquet files")

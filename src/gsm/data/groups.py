@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
-from itertools import permutations
+from itertools import accumulate, permutations
 
 import numpy as np
 
 NAME = re.compile(r"([ZS])(\d+)")
-PARITY = "Z2"
 LARGEST = {"Z": 1000, "S": 6}  # S6 has 720 elements already
 
 
@@ -34,10 +33,8 @@ class Group:
 
     def states(self, word_N: np.ndarray) -> np.ndarray:
         """Return the states of a word from the identity on, element by element: int64 [N]."""
-        state, found_N = 0, np.empty(len(word_N), np.int64)
-        for place, element in enumerate(word_N):
-            state = found_N[place] = self.product_EE[state, element]
-        return found_N
+        states = accumulate(word_N, lambda state, element: self.product_EE[state, element])
+        return np.fromiter(states, np.int64, len(word_N))
 
 
 @cache
@@ -47,7 +44,7 @@ def group(name: str) -> Group:
 
     Raises ValueError for another name, or a group that is trivial or too large for a table.
     """
-    match = NAME.fullmatch(PARITY if name == "parity" else name)
+    match = NAME.fullmatch("Z2" if name == "parity" else name)
     kind, number = (match[1], int(match[2])) if match else ("", 0)
     if not 2 <= number <= LARGEST.get(kind, 0):
         raise ValueError(

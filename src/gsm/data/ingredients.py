@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib import import_module, resources
 from pathlib import Path
@@ -204,9 +204,9 @@ class Ingredients:
         ValueError: `new_tokens` is below 1, or there are fewer than 4 keys.
     """
 
-    template: Template = TEMPLATES["ruler"]
-    haystack: Haystack = field(default_factory=lambda: open_haystack())
-    keys: Keys = field(default_factory=lambda: open_keys())
+    template: Template
+    haystack: Haystack
+    keys: Keys
     new_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -297,7 +297,7 @@ def open_keys(source: str = "builtin", words: int | None = None) -> Keys:
         return Keys(ADJECTIVES, NOUNS, source, words)
     if source != "wonderwords":
         raise ValueError(f"keys={source} is not allowed because it is unknown. Use builtin or wonderwords.")
-    needed("wonderwords", "wonderwords", "keys of wonderwords", extra="eval")
+    needed("wonderwords", "keys of wonderwords", extra="eval")
     assets = resources.files("wonderwords") / "assets"
     texts = ((assets / name).read_text(encoding="utf-8") for name in ("adjectivelist.txt", "nounlist.txt"))
     adjectives, nouns = ([line.rstrip() for line in text.splitlines() if line.strip()] for text in texts)

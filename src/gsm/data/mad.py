@@ -72,14 +72,14 @@ class InContextRecall(Checked):
         pairs = length // 2
         value_K = self.keys + random.integers(self.values, size=self.keys)
         key_P = random.integers(self.keys, size=pairs)
-        told_P = random.random(pairs) >= self.noise
-        told_P[[random.integers(pairs - 1), -1]] = True
-        key_P[-1] = random.choice(key_P[:-1][told_P[:-1]])
+        pair_P = random.random(pairs) >= self.noise
+        pair_P[[random.integers(pairs - 1), -1]] = True
+        key_P[-1] = random.choice(key_P[:-1][pair_P[:-1]])
         token_T = self.keys + self.values + random.integers(self.fillers, size=length)
         target_T = np.full(length, IGNORED)
-        at_P = 2 * np.flatnonzero(told_P)
-        token_T[at_P], token_T[at_P + 1] = key_P[told_P], value_K[key_P[told_P]]
-        first_P = np.isin(np.arange(len(at_P)), np.unique(key_P[told_P], return_index=True)[1])
+        at_P = 2 * np.flatnonzero(pair_P)
+        token_T[at_P], token_T[at_P + 1] = key_P[pair_P], value_K[key_P[pair_P]]
+        first_P = np.isin(np.arange(len(at_P)), np.unique(key_P[pair_P], return_index=True)[1])
         target_T[at_P[~first_P]] = token_T[at_P[~first_P] + 1]
         return Drawn(token_T, target_T)
 

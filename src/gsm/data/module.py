@@ -93,11 +93,12 @@ class TextData(DataModule):
             )
         self.documents, self.held_out = documents, check_held_out(held_out)
         choices = {"files": files, "validation": validation, "text_field": text_field}
-        self.corpus = corpus or _corpus(path, **choices)
-        if corpus and _given(path=path, **choices):
+        chosen = {name: value for name, value in choices.items() if value is not None}
+        if corpus and (chosen or path is not None):
             raise ValueError(
                 f"path={path} (or {', '.join(choices)}) is not allowed because there is a corpus, too. Use one of them."
             )
+        self.corpus = corpus or _corpus(path, chosen)
         if self.corpus.notes is None:
             self.corpus.notes = cache_folder(cache_dir)
         self.vocabulary, self.context, self.batch_size, self.seed = vocabulary, context, batch_size, seed
@@ -176,13 +177,7 @@ class TextData(DataModule):
 
     def val_dataloader(self) -> Batches:
         """Return the validation sequences in order; with several ranks each takes its share."""
-        batches = validation_batches(
-            len(self.validation_set),
-            limit=self.validation_sequences,
-            batch_size=self.batch_size,
-            rank=self.rank,
-            world=self.world,
-        )
+        batches = validation_batches(len(self.validation_set), limit=self.validation_sequences, **self._batch_share)
         return Batches(self.validation_set, partial(iter, batches), len(batches), pin_memory=self.on_gpu)
 
     def consumed(self, sequences: int) -> Iterator[dict[str, Tensor]]:
@@ -261,28 +256,16 @@ class TextData(DataModule):
         return Sequences(self.split(split), context or self.context, self.tokenizer.end_of_text, self.documents)
 
     def _training_plan(self, length: int) -> Iterator[np.ndarray]:
-        return training_batches(
-            self.order,
-            start=self.batches_done * self.world * self.batch_size,
-            batches=length,
-            batch_size=self.batch_size,
-            rank=self.rank,
-            world=self.world,
-        )
+        start = self.batches_done * self.world * self.batch_size
+        return training_batches(self.order, start=start, batches=length, **self._batch_share)
 
 
-def _given(**chosen: object) -> dict[str, Any]:
-    return {name: value for name, value in chosen.items() if value is not None}
-
-
-def _corpus(path: str | None, **chosen: object) -> Corpus:
-    arguments = _given(**chosen)
-    if path is None and arguments:
+def _corpus(path: str | None, chosen: dict[str, Any]) -> Corpus:
+    if path is None and chosen:
         raise ValueError(
-            f"{', '.join(arguments)} is not allowed because there is no path. Use data=folder data.path=, or leave it "
-            "out."
+            f"{', '.join(chosen)} is not allowed because there is no path. Use data=folder data.path=, or leave it out."
         )
-    return standard_library() if path is None else Corpus(path, **arguments)
+    return standard_library() if path is None else Corpus(path, **chosen)
 
 
 def chosen_tokenizer(tokenizer: str | Tokenizer, end_of_text: str | None, vocabulary: int) -> Tokenizer | None:

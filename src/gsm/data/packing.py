@@ -42,7 +42,7 @@ class Sequences:
     """
 
     def __init__(self, split: Split, context: int, end_of_text: int, documents: str = "isolated") -> None:
-        self.split, self.context, self.end_of_text, self.documents = split, context, end_of_text, documents
+        self.context, self.end_of_text, self.documents = context, end_of_text, documents
         self.ids = split.open()
         if len(self) == 0:
             or_say = ", or name files to hold out with data.validation=" if split.name == "validation" else ""
@@ -78,10 +78,10 @@ class Sequences:
         token_BT, target_BT = np.ascontiguousarray(rows[:, :-1]), rows[:, 1:]
         end_BT = token_BT == self.end_of_text
         new_BT = end_BT & (self.documents != "stream")  # another document begins behind this id
-        untold_BT = end_BT & (self.documents == "isolated")
+        ignored_BT = end_BT & (self.documents == "isolated")
         values = {
             "tokens": token_BT,
-            "targets": np.where(untold_BT | blank_B1, IGNORED, target_BT),
+            "targets": np.where(ignored_BT | blank_B1, IGNORED, target_BT),
             "documents": start_B1 + np.cumsum(new_BT, axis=1) - new_BT,
         }
         return {name: torch.from_numpy(value_BT) for name, value_BT in values.items()}
@@ -121,7 +121,7 @@ class TrainingOrder:
 
 
 def training_batches(
-    order: TrainingOrder, *, start: int, batches: int, batch_size: int, rank: int = 0, world: int = 1
+    order: TrainingOrder, *, start: int, batches: int, batch_size: int, rank: int, world: int
 ) -> Iterator[np.ndarray]:
     """Yield the indices [B] of each batch of one rank, after `start` sequences that all ranks together have taken."""
     for step in range(batches):
@@ -129,9 +129,7 @@ def training_batches(
         yield order.indices(first, first + batch_size)
 
 
-def validation_batches(
-    count: int, *, limit: int | None, batch_size: int, rank: int = 0, world: int = 1
-) -> list[np.ndarray]:
+def validation_batches(count: int, *, limit: int | None, batch_size: int, rank: int, world: int) -> list[np.ndarray]:
     """Return the indices [up to B] of each validation batch of one rank.
 
     Together the ranks take each of `validation_indices(count, limit)` once; `BLANK` evens out their numbers.

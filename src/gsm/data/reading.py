@@ -125,7 +125,7 @@ def utf8(text: str) -> str:
     return text
 
 
-def needed(module: str, package: str, purpose: str, extra: str = "data") -> Any:
+def needed(module: str, purpose: str, extra: str = "data") -> Any:
     """Import a module that an extra installs.
 
     Raises:
@@ -135,7 +135,7 @@ def needed(module: str, package: str, purpose: str, extra: str = "data") -> Any:
         return import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{purpose} need the package {package}, which is not installed: {paths.install(extra)}"
+            f"{purpose} need the package {module.partition('.')[0]}, which is not installed: {paths.install(extra)}"
         ) from error
 
 
@@ -180,7 +180,7 @@ def _unpacked(path: Path, file: BinaryIO) -> IO[bytes]:
     if packed == ".xz":
         return lzma.LZMAFile(file)
     if packed == ".zst":
-        arrow = needed("pyarrow", "pyarrow", f"zstd files such as {path.name}")
+        arrow = needed("pyarrow", f"zstd files such as {path.name}")
         return io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(file, mode="r"), "zstd"))
     return file
 
@@ -228,7 +228,7 @@ def _json_lines(path: Path, file: IO[bytes], field: str) -> Iterator[Piece]:
 
 
 def _parquet(path: Path, file: BinaryIO, field: str) -> Iterator[Piece]:
-    parquet = needed("pyarrow.parquet", "pyarrow", f"parquet files such as {path.name}")
+    parquet = needed("pyarrow.parquet", f"parquet files such as {path.name}")
     table = parquet.ParquetFile(file, page_checksum_verification=True)
     columns, about = table.schema_arrow.names, table.metadata
     if field not in columns:

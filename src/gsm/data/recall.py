@@ -159,12 +159,12 @@ class Needle(Alphabet):
             raise ValueError(f"a sequence of {length} cannot hold {self.pairs} needles and as many questions")
         token_T = self._filler(random, length)
         key_P, value_P = self._pairs(random)
-        told_P, asked_P = self._named(random, key_P)
+        needle_key_P, question_key_P = self._named(random, key_P)
         spare_P = np.sort(random.integers(room - 2 * self.pairs + 1, size=self.pairs))
         at_P = spare_P + 2 * np.arange(self.pairs)
-        token_T[at_P], token_T[at_P + 1] = told_P, value_P
+        token_T[at_P], token_T[at_P + 1] = needle_key_P, value_P
         question_P = length - each * self.pairs + each * np.arange(self.pairs)
-        return self._ask(random, token_T, question_P, asked_P, value_P, self.wait)
+        return self._ask(random, token_T, question_P, question_key_P, value_P, self.wait)
 
     def _named(self, random: np.random.Generator, key_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of keys in needles, and in questions, int64 [pairs] each: both are the key."""

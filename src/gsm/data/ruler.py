@@ -196,11 +196,6 @@ class Needles(RulerTask):
         shortest = {"lines": NOISE, "text": "", "needles": self._needle(made, "", "")}[self.haystack]
         return length // max(count(shortest), 1)
 
-    def divided(self, made: Ingredients) -> bool:
-        """Return whether pairs are so few that training and evaluation draw from disjoint halves."""
-        words = self.key_type == "words" and self.value_type == "numbers"
-        return words and len(made.keys) * 9 * 10 ** (made.template.digits - 1) < MANY
-
     def _needles(self, draw: Draw) -> dict[str, list[str]]:
         """Draw keys with their values, uniformly, all different."""
         values_of: dict[str, list[str]] = {}
@@ -229,8 +224,9 @@ class Needles(RulerTask):
         return key, str(draw.random.randint(10 ** (digits - 1), 10**digits - 1)) if number else _uuid(draw)
 
     def _allowed(self, draw: Draw, key: str, value: str) -> bool:
-        """Return whether a pair belongs to this part's half."""
-        if not self.divided(draw.made):
+        """Return whether this part draws a pair. Training and evaluation have disjoint halves where pairs are few."""
+        random_ids = "uuids" in (self.key_type, self.value_type)
+        if random_ids or len(draw.made.keys) * 9 * 10 ** (draw.made.template.digits - 1) >= MANY:
             return True
         return hashlib.sha256(f"{key}: {value}".encode()).digest()[0] % 2 == (draw.part == "training")
 
@@ -243,13 +239,9 @@ class Variables(RulerTask):
     """A variable is given a number, and each of the others the one before: which have that number?
 
     Before the question stands an example with its answer and twelve lines of noise (the benchmark: up to 500 tokens).
-
-    Attributes:
-        hops: variables after the first.
     """
 
-    hops: int = 4
-    least: ClassVar[int] = 5
+    least: ClassVar[int] = 5  # lines, one for each variable
     words: ClassVar[str] = "variables"
 
     def draw(self, draw: Draw, units: int) -> Sample:
@@ -271,7 +263,7 @@ class Variables(RulerTask):
 
     def _ask(self, draw: Draw, units: int, letters: int) -> Sample:
         names: dict[str, None] = {}
-        while len(names) <= self.hops:
+        while len(names) < self.least:
             names["".join(draw.random.choices(string.ascii_uppercase, k=letters))] = None
         chain, value = list(names), str(draw.random.randrange(10_000, 99_999))
         assignments = [
@@ -389,17 +381,15 @@ class Questions:
         ValueError: the task or the part is unknown.
     """
 
-    def __init__(
-        self, task: str, tokenizer: Tokenizer, ingredients: Ingredients | None = None, part: str = "evaluation"
-    ) -> None:
+    def __init__(self, task: str, tokenizer: Tokenizer, ingredients: Ingredients, part: str = "evaluation") -> None:
         if task not in TASKS or part not in ("evaluation", "training"):
             raise ValueError(
                 f"task={task} with part={part} is not allowed because it is unknown. Use {', '.join(TASKS)}, with the "
                 "part evaluation or training."
             )
         self.name, self.task, self.tokenizer, self.part = task, TASKS[task], tokenizer, part
-        self.ingredients = made = ingredients or Ingredients()
-        self.new_tokens = made.new_tokens or self.task.wording(made).new_tokens
+        self.ingredients = ingredients
+        self.new_tokens = ingredients.new_tokens or self.task.wording(ingredients).new_tokens
         self.size = cache(self._size)
 
     def sample(self, index: int, length: int, seed: int = SEED) -> Sample:

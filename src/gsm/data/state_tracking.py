@@ -86,7 +86,7 @@ class StateTracking:
     @property
     def vocabulary(self) -> int:
         """Number of ids."""
-        return sum(len(self._letters(each)) + len(each) for each in self._groups)
+        return self._first(len(self._groups))
 
     @property
     def least(self) -> int:
@@ -139,5 +139,5 @@ class StateTracking:
         return range(len(one)) if self.letters == "all" else one.few
 
     def _first(self, number: int) -> int:
-        """The first id of a group."""
+        """Return the number of ids of the groups before a number, which is the first id of the group there."""
         return sum(len(self._letters(each)) + len(each) for each in self._groups[:number])

@@ -92,8 +92,7 @@ class MadeData(DataModule, ABC):
 
     def val_dataloader(self) -> Batches:
         """The validation sequences; with several ranks each takes its share."""
-        size = {"batch_size": self.batch_size, "rank": self.rank, "world": self.world}
-        batches = validation_batches(self.validation_sequences, limit=None, **size)
+        batches = validation_batches(self.validation_sequences, limit=None, **self._batch_share)
         return Batches(self.validation_set, partial(iter, batches), len(batches), pin_memory=self.on_gpu)
 
     def validation(self) -> Iterator[dict[str, Tensor]]:
@@ -188,7 +187,7 @@ class SyntheticData(MadeData):
         return {
             "task": type(self.task).__name__,
             **self.marks,
-            **{name: value for name, value in vars(self.task).items()},
+            **vars(self.task),
             "context": self.context,
             "validation_answers": self.questions,
         }

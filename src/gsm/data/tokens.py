@@ -21,11 +21,11 @@ import numpy as np
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from gsm.data.cache import locked, write_json
+from gsm.data.cache import locked, writable
 from gsm.data.corpus import Corpus
 from gsm.data.ids import open_ids, read_index, write_ids
 from gsm.data.tokenizer import Tokenizer
-from gsm.files import read_json
+from gsm.files import read_json, write_json
 
 log = logging.getLogger(__name__)
 FORMAT = 2  # part of every key: raise it when the meaning of a cached file changes
@@ -94,7 +94,8 @@ def _train(corpus: Corpus, vocabulary: int, path: Path, most: int) -> Tokenizer:
     log.info("Training a BPE of %d ids on %s, once; this takes some seconds.", vocabulary, corpus.name)
     with closing(piece.text for piece in corpus.pieces("train")) as texts:  # one text may be larger than memory
         tokenizer = Tokenizer.train(sample(texts, passed_over=most), vocabulary)
-    write_json(path, tokenizer.to_state())
+    with writable(path.parent):
+        write_json(path, tokenizer.to_state())
     log.info("Trained it in %.1f s; it is kept in %s.", time.perf_counter() - started, path)
     return tokenizer
 

@@ -78,13 +78,13 @@ def divide(whole: Split, tokenizer: Tokenizer, most: int | None = None) -> dict[
     Raises:
         ValueError: the split is too short to be divided.
     """
-    wanted = int(SHARE * whole.tokens) if most is None else min(most, int(SHARE * whole.tokens))
-    if wanted < 1:
+    held_out_tokens = int(SHARE * whole.tokens) if most is None else min(most, int(SHARE * whole.tokens))
+    if held_out_tokens < 1:
         raise ValueError(
             f"held_out=tuning is not allowed because the training split has only {whole.tokens} tokens. Use more text."
         )
-    ids, count = whole.open(), min(RANGES, max(1, wanted // LEAST))
-    size = wanted // count
+    ids, count = whole.open(), min(RANGES, max(1, held_out_tokens // LEAST))
+    size = held_out_tokens // count
 
     def near(place: int) -> int:
         """Return the first begin of a document at or behind a place, or the place if a range would fit before it."""
