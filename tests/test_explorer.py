@@ -35,7 +35,7 @@ from gsm.explorer import Page, explore, facts, page
 from gsm.explorer.command import _text as text_of
 from gsm.explorer.command import write
 from gsm.explorer.facts import WHOLE, gather
-from gsm.explorer.words import of_text, questions_of, targets_of, visible
+from gsm.explorer.words import questions_of, targets_of, visible, words_of
 
 T = 24
 TWO = torch.tensor([0] * 9 + [1] * 15)  # documents; the first one has a token too many for its slots
@@ -212,7 +212,7 @@ def test_a_model_without_a_state_is_called_as_it_was_chosen():
 
 
 def test_a_character_of_several_tokens_stands_at_the_last_of_them():
-    words = of_text(Tokenizer.plain_bytes(), list("a🙂".encode()) + [256, 0xFF])
+    words = words_of(Tokenizer.plain_bytes(), list("a🙂".encode()) + [256, 0xFF])
     assert [word.text for word in words] == ["a", "", "", "", "🙂", "end of text", "\N{REPLACEMENT CHARACTER}"]
     assert "".join(word.kind for word in words) == "tppptet"
 

@@ -72,19 +72,30 @@ def slot_starts(model: GSM, position_BT: Tensor) -> Tensor:
 def entries_back(model: GSM, name: str, entries: int) -> Tensor:
     """Return the number of positions between a row and each entry that its attention sees outside of the bank, int64
     [W]. In a decoder layer, the state's entries come first, then the entries of its own window."""
-    own_entries, each = 0, 1
-    if name.startswith("decoder/"):
-        layer = list(model.decoder)[int(name.removeprefix("decoder/")) - model.geometry.encoder_layers - 1]
-        own_entries, each = cast(StateAttention, layer.attention).own_size, model.writer.slots
-    return torch.cat([torch.arange(entries - own_entries - 1, -1, -1) // each, torch.arange(own_entries - 1, -1, -1)])
+    own, each = own_entries(model, name), model.writer.slots if name.startswith("decoder/") else 1
+    return torch.cat([torch.arange(entries - own - 1, -1, -1) // each, torch.arange(own - 1, -1, -1)])
+
+
+def own_entries(model: GSM, name: str) -> int:
+    """Return the number of entries, the last ones outside of the bank, that belong to a decoder layer's own window and
+    not to the state; 0 for other attentions."""
+    if not name.startswith("decoder/"):
+        return 0
+    block = list(model.decoder)[decoder_layers(model).index(int(name.removeprefix("decoder/")))]
+    return cast(StateAttention, block.attention).own_size
+
+
+def decoder_layers(model: GSM) -> range:
+    """Return the numbers of the decoder's layers; the encoder has the lower numbers."""
+    return range(model.geometry.encoder_layers + 1, model.geometry.depth + 1)
 
 
 def decoder_attention(model: GSM, seen: Recording) -> Tensor:
     """Return the weights of the decoder's layers, float32 [L, E]: the mean over heads, and over the rows that see a
     whole state. If no row does, the mean is over all rows but padding. A layer that reads fewer entries than others has
     NaN for the older ones."""
-    first, means = model.geometry.encoder_layers + 1, []
-    for layer in range(first, model.geometry.depth + 1):
+    means = []
+    for layer in decoder_layers(model):
         weight_BRHE = seen[f"decoder/{layer}/weights"]
         position_BR = last_rows(seen["position"], weight_BRHE.shape[1])
         whole_BR = position_BR >= model.writer.positions - 1
@@ -95,11 +106,10 @@ def decoder_attention(model: GSM, seen: Recording) -> Tensor:
 
 def names_of(model: GSM) -> list[str]:
     """All attentions in the order of the computation: ``encoder/1`` .., ``stage/1`` .., ``decoder/5`` .."""
-    geometry, stages = model.geometry, len(model.aggregation.layers)
-    mixers = enumerate((block.attention for block in model.encoder), 1)
-    encoder = [f"encoder/{layer}" for layer, mixer in mixers if isinstance(mixer, LatentAttention)]
-    decoder = [f"decoder/{layer}" for layer in range(geometry.encoder_layers + 1, geometry.depth + 1)]
-    return [*encoder, *(f"stage/{stage}" for stage in range(1, stages + 1)), *decoder]
+    recurrent = with_recurrences(model)
+    encoder = [f"encoder/{layer}" for layer, _ in enumerate(model.encoder, 1) if layer not in recurrent]
+    stages = [f"stage/{stage}" for stage, _ in enumerate(model.aggregation, 1)]
+    return [*encoder, *stages, *(f"decoder/{layer}" for layer in decoder_layers(model))]
 
 
 def with_recurrences(model: GSM) -> list[int]:
@@ -165,20 +175,20 @@ def selected_distances(model: GSM, seen: Recording) -> dict[int, Tensor]:
     return {stage: back_BRK[back_BRK >= 0] for stage, back_BRK in selections(model, seen).items()}
 
 
-def selected_weights(model: GSM, seen: Recording, rows: int, sequence: int = 0) -> dict[int, Tensor]:
-    """Return the weights of the last rows on their selected entries, by stage, float [R, T] over the sequence. A weight
-    is the mean over heads; the weight of an entry stands at each of its tokens. It is NaN at tokens not selected.
+def selected_weights(model: GSM, seen: Recording, rows: int) -> dict[int, Tensor]:
+    """Return the weights of the last rows of the first sequence on their selected entries, by stage, float [R, T] over
+    the sequence. A weight is the mean over heads; the weight of an entry stands at each of its tokens. It is NaN at
+    tokens not selected.
 
     Args:
         model: the model that was recorded.
         seen: one call without a memory (``position``, ``stage/<s>/top_k`` and ``stage/<s>/weights``).
         rows: number of rows.
-        sequence: its number in the batch.
     """
     length, maps = seen["position"].shape[1], {}
     for stage, back_BRK in selections(model, seen).items():
-        back_RK = back_BRK[sequence, -rows:]
-        weight_RE = seen[f"stage/{stage}/weights"][sequence, -rows:].float().mean(dim=1)
+        back_RK = back_BRK[0, -rows:]
+        weight_RE = seen[f"stage/{stage}/weights"][0, -rows:].float().mean(dim=1)
         weight_RK = weight_RE[:, weight_RE.shape[1] - 1 - back_RK.shape[1] : -1]
         row_R1 = torch.arange(length - len(back_RK), length, device=back_RK.device)[:, None]
         map_RT = weight_RE.new_full((len(back_RK), length + 1), torch.nan)  # the last column: slots that hold none

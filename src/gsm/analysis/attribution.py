@@ -29,7 +29,7 @@ WAYS = ("rollout", "gradient", "input_gradient")  # methods to compare with repl
 
 
 def gradient_attribution(
-    model: GSM, token_T: Tensor, rows: Sequence[int], *, directions: int = 4, seed: int = 0
+    model: GSM, token_T: Tensor, rows: Sequence[int], *, directions: int = 4
 ) -> tuple[Tensor, Tensor]:
     """Return the slope of z of some rows: || dz / dx || (Frobenius) and || dz / dx x ||, float [R, T] each.
 
@@ -41,10 +41,9 @@ def gradient_attribution(
         token_T: int64, one document.
         rows: positions of z.
         directions: P; the error of a norm falls with their square root.
-        seed: of the directions.
     """
     row_N = torch.as_tensor(rows).repeat_interleave(directions).to(token_T.device)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     squares, products = [], []
     for batch_N in row_N.split(max(1, AT_ONCE // len(token_T))):
         with model.evaluating(), torch.enable_grad(), record("embedding", "state/z", detach=False) as seen:
@@ -102,24 +101,17 @@ class Agreement:
     """Rank correlations with the movement of z when a token is replaced, for every row over the sources before it.
 
     Attributes:
-        rows: the positions of z.
-        sources: the replaced positions.
-        rollout_R, gradient_R, input_gradient_R: float64, the correlations of each method.
+        correlation_R: float64, the correlations by each of ``WAYS``.
         attributed: the attribution by each of ``WAYS``, and ``replaced``, the movement: float [R, N].
     """
 
-    rows: tuple[int, ...]
-    sources: tuple[int, ...]
-    rollout_R: Tensor
-    gradient_R: Tensor
-    input_gradient_R: Tensor
+    correlation_R: dict[str, Tensor]
     attributed: dict[str, Tensor]
 
     def __str__(self) -> str:
-        values = {name: getattr(self, f"{name}_R") for name in WAYS}
         return "\n".join(
             f"{name.replace('_', ' x '):<17}{value_R.nanmean():6.3f}  (from {value_R.min():.3f} to {value_R.max():.3f})"
-            for name, value_R in values.items()
+            for name, value_R in self.correlation_R.items()
         )
 
 
@@ -132,7 +124,6 @@ def agreement(
     alphabet: Sequence[int] | None = None,
     substitutes: int = 2,
     directions: int = 4,
-    seed: int = 0,
 ) -> Agreement:
     """Compare rollout and gradients with replaced tokens.
 
@@ -143,25 +134,22 @@ def agreement(
         sources: positions to replace; None: all up to the last row. Sources behind a row do not count for it.
         alphabet: the substitutes, without the token itself; None: the whole vocabulary.
         substitutes: number for each source.
-        directions, seed: as of ``gradient_attribution``; the substitutes are drawn from the seed too.
+        directions: as of ``gradient_attribution``.
     """
     sources = range(max(rows) + 1) if sources is None else sources
     alphabet_A = torch.as_tensor(list(range(model.vocabulary) if alphabet is None else alphabet))
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     substitute_SN = torch.stack(
         [_draw_others(alphabet_A, token_T[list(sources)], generator) for _ in range(substitutes)]
     )
     moved_RN = replacement_attribution(model, token_T, rows, sources, substitute_SN)
-    gradient_RT, input_RT = gradient_attribution(model, token_T, rows, directions=directions, seed=seed)
+    gradient_RT, input_RT = gradient_attribution(model, token_T, rows, directions=directions)
     with torch.no_grad(), model.evaluating(), record(*TAPS) as seen:
         model.forward(token_T[None])
     values = (state_routes(model, seen).total_TT[list(rows)], gradient_RT, input_RT)
     attributed = {name: value_RT[:, list(sources)] for name, value_RT in zip(WAYS, values, strict=True)}
-    rollout_R, gradient_R, input_R = (
-        _row_by_row(value_RN, moved_RN, rows, sources) for value_RN in attributed.values()
-    )
-    attributed["replaced"] = moved_RN
-    return Agreement(tuple(rows), tuple(sources), rollout_R, gradient_R, input_R, attributed)
+    correlation_R = {name: _row_by_row(value_RN, moved_RN, rows, sources) for name, value_RN in attributed.items()}
+    return Agreement(correlation_R, {**attributed, "replaced": moved_RN})
 
 
 def _row_by_row(first_RN: Tensor, second_RN: Tensor, rows: Sequence[int], sources: Sequence[int]) -> Tensor:

@@ -71,7 +71,7 @@ def correlation(axes: Axes, agreement: Agreement, way: str = "rollout") -> None:
     attributed_N, moved_N = agreement.attributed[way].flatten(), agreement.attributed["replaced"].flatten()
     positive_N = (attributed_N > 0) & (moved_N > 0)
     axes.loglog(attributed_N[positive_N], moved_N[positive_N], ".", color=style.colour, markersize=4, alpha=0.6)
-    title = f"rank correlation {float(getattr(agreement, f'{way}_R').nanmean()):.2f}"
+    title = f"rank correlation {float(agreement.correlation_R[way].nanmean()):.2f}"
     finish(axes, way.replace("_", " x "), "movement of z (its units)", title)
 
 

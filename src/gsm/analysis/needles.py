@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -139,9 +140,9 @@ class NeedleTest:
 
 
 def needle_test(
-    model: GSM, questions: Questions, removal: Removal = "entries", *, count: int = 1, start: bool = True, seed: int = 0
+    model: GSM, questions: Questions, removal: Removal = "entries", *, count: int = 1, start: bool = True
 ) -> NeedleTest:
-    """Remove the attributed places of each answer, then the same number of others, and ask again.
+    """Remove the attributed places of each answer, then the same number of others that it sees, and ask again.
 
     Args:
         model: a GSM that was trained on the task.
@@ -150,13 +151,12 @@ def needle_test(
             encoder's part; ``slots``, slots of the banks that stages select at the key of the question.
         count: number of places.
         start: for ``entries``, as in ``without_entries``.
-        seed: seed of the draw of the other places, among the visible places without the attributed ones.
 
     Raises:
         ValueError: an answer sees less than twice ``count`` places.
     """
     kind: Literal["entries", "slots"] = "slots" if removal == "slots" else "entries"
-    places = attributed_places(model, questions, kind, count=count, start=start, seed=seed)
+    places = attributed_places(model, questions, kind, count=count, start=start)
     separate = questions.separate()
     without_attributed, without_others = (
         answers_without(model, separate, removal, place_NK, start)
@@ -177,14 +177,14 @@ def stage_test(model: GSM, questions: Questions) -> dict[str, Answers]:
 
 @torch.no_grad()
 def attributed_places(
-    model: GSM, questions: Questions, kind: Literal["entries", "slots"], *, count: int, start: bool, seed: int
+    model: GSM, questions: Questions, kind: Literal["entries", "slots"], *, count: int, start: bool
 ) -> Places:
     """Return the strongest places for each answer, by rollout. Arguments as of ``needle_test``.
 
     An entry scores the decoder's share of it times its share of the needle. A slot scores the stages' share of it at
     the key of the question.
     """
-    generator, pairs = torch.Generator().manual_seed(seed), []
+    generator, pairs = torch.Generator().manual_seed(0), []
     for sequence, token_T in enumerate(questions.token_BT):
         with model.evaluating(), record(*TAPS) as seen:
             model.forward(token_T[None])
@@ -198,16 +198,16 @@ def attributed_places(
     return Places(torch.stack(attributed), torch.stack(others))
 
 
-def answers_without(model: GSM, separate: Questions, removal: Removal, place_NK: Tensor, start: bool = True) -> Answers:
+def answers_without(model: GSM, separate: Questions, removal: Removal, place_NK: Tensor, start: bool) -> Answers:
     """Return the answers to separate questions (``Questions.separate``), each without its places [N, K]."""
     length = separate.token_BT.shape[1] // (model.geometry.encoder_ratio if removal == "slots" else 1)
     removed_NT = torch.zeros(len(place_NK), length, dtype=torch.bool).scatter(1, place_NK, True)
-    interventions: dict[str, Callable[[Tensor], AbstractContextManager[None]]] = {
-        "entries": lambda removed_NT: without_entries(model, removed_NT, start=start),
-        "retrieved": lambda removed_NT: without_stages(model, removed_NT),
-        "slots": lambda removed_NF: without_slots(model, removed_NF),
+    without: dict[str, Callable[[GSM, Tensor], AbstractContextManager[None]]] = {
+        "entries": partial(without_entries, start=start),
+        "retrieved": without_stages,
+        "slots": without_slots,
     }
-    return _answers_by_batch(model, separate, lambda batch: interventions[removal](removed_NT[batch]))
+    return _answers_by_batch(model, separate, lambda batch: without[removal](model, removed_NT[batch]))
 
 
 def _entry_scores(model: GSM, seen: Recording, questions: Questions, numbers: list[int], start: bool) -> Tensor:

@@ -53,11 +53,11 @@ class Pair:
         return Pair(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
-def question_pair(questions: Questions, task: Needle, seed: int = 0) -> Pair:
-    """Return the questions, and the same with another value, drawn with a seed; on the CPU, as questions are."""
+def question_pair(questions: Questions, task: Needle) -> Pair:
+    """Return the questions, and the same with another value, always the same one; on the CPU, as questions are."""
     separate, every_N = questions.separate(), torch.arange(len(questions.row_N))
     right_N = separate.target_BT[every_N, separate.row_N]
-    step_N = torch.randint(1, task.values, right_N.shape, generator=torch.Generator().manual_seed(seed))
+    step_N = torch.randint(1, task.values, right_N.shape, generator=torch.Generator().manual_seed(0))
     wrong_N = task.keys + (right_N - task.keys + step_N) % task.values
     corrupted_NT = separate.token_BT.clone()
     corrupted_NT[every_N, separate.needle_N + 1] = wrong_N

@@ -23,6 +23,7 @@ from gsm.observe import Recording, record
 from gsm.shapes import promoted
 
 TAPS = ("state/*", "decoder/*/state")
+HELD_OUT = 0.25  # share of the sequences, or of the samples, for testing
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ class Probe:
     features: int
 
 
-def probe(feature_NF: Tensor, label_N: Tensor, *, held_out: float = 0.25, ridge: float = 0.1, seed: int = 0) -> Probe:
+def probe(
+    feature_NF: Tensor, label_N: Tensor, *, held_out: float = HELD_OUT, ridge: float = 0.1, seed: int = 0
+) -> Probe:
     """Fit a linear map with an intercept from features to labels, one-hot, and test it.
 
     Args:
@@ -126,22 +129,16 @@ def states(model: LanguageModel, token_BT: Tensor, rows: Sequence[int], chunk: i
 
 
 def by_distance(
-    model: LanguageModel,
-    token_BT: Tensor,
-    rows: Sequence[int],
-    distances: Sequence[int],
-    *,
-    held_out: float = 0.25,
-    ridge: float = 0.1,
+    model: LanguageModel, token_BT: Tensor, rows: Sequence[int], distances: Sequence[int]
 ) -> dict[str, dict[int, Probe]]:
     """Return probes for the token at each distance before a row, by the features read (``states``) and by distance.
+
+    ``HELD_OUT`` of the sequences are for testing, all rows of each: B x R samples in all.
 
     Args:
         model, rows: as of ``states``.
         token_BT: int64. Draw them at random: in a text, near tokens hint at far tokens.
         distances: in tokens, 0 for the row's own; at most the first row.
-        held_out: this fraction of the sequences is for testing, all rows of each: B x R samples in all.
-        ridge: as of ``probe``.
 
     Raises:
         ValueError: as ``states``, or a distance is beyond the first row.
@@ -151,31 +148,33 @@ def by_distance(
             f"distance={max(distances)} is not allowed because row {min(rows)} has fewer tokens before it. Use at most "
             f"{min(rows)}"
         )
-    share = max(1, round(held_out * len(token_BT))) / len(token_BT)
+    share = _whole_sequences(token_BT)
     features = {name: value_BRF.flatten(0, 1) for name, value_BRF in states(model, token_BT, rows).items()}
     label = {distance: token_BT[:, [row - distance for row in rows]].flatten() for distance in distances}
     return {
-        name: {distance: probe(value_NF, label[distance], held_out=share, ridge=ridge) for distance in distances}
+        name: {distance: probe(value_NF, label[distance], held_out=share) for distance in distances}
         for name, value_NF in features.items()
     }
 
 
-def of_needles(
-    model: LanguageModel, questions: Questions, before: int = 0, *, held_out: float = 0.25
-) -> dict[str, Probe]:
+def of_needles(model: LanguageModel, questions: Questions, before: int = 0) -> dict[str, Probe]:
     """Return probes for the value that each question asks for, from the memory at its key, or some tokens before.
 
     Args:
         model: as of ``states``, trained on the task.
         questions: at the same places of every sequence.
         before: distance before the key, in tokens. There, no question has asked for that value yet.
-        held_out: as of ``by_distance``.
     """
     rows = [row - before for row in questions.key_N.unique().tolist()]
     value_N = questions.token_BT[questions.sequence_N, questions.needle_N + 1]
-    share = max(1, round(held_out * len(questions.token_BT))) / len(questions.token_BT)
+    share = _whole_sequences(questions.token_BT)
     features = states(model, questions.token_BT, rows).items()
     return {name: probe(value_BRF.flatten(0, 1), value_N, held_out=share) for name, value_BRF in features}
+
+
+def _whole_sequences(token_BT: Tensor) -> float:
+    """Return the share of whole sequences, at least one, that is nearest to ``HELD_OUT``."""
+    return max(1, round(HELD_OUT * len(token_BT))) / len(token_BT)
 
 
 def _features(model: LanguageModel, seen: Recording, row: int) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gsm.analysis.attention import attention_map, attention_parts, with_recurrences
+from gsm.analysis.attention import attention_map, attention_parts, decoder_layers, with_recurrences
 from gsm.models.gsm import GSM
 from gsm.observe import Recording
 
@@ -110,10 +110,9 @@ def decoder_rollout(model: GSM, seen: Recording, sequence: int = 0) -> Tensor:
     A row starts from its own z (or from the encoder's streams at its position) and adds what its layers read of the
     state: E_l = (E_(l-1) + map_l) / its sum.
     """
-    geometry = model.geometry
-    rows, length = seen[f"decoder/{geometry.depth}/weights"].shape[1], seen["position"].shape[1]
+    rows, length = seen[f"decoder/{model.geometry.depth}/weights"].shape[1], seen["position"].shape[1]
     mixed_RT = torch.eye(length, dtype=seen["state/e"].dtype, device=seen["position"].device)[-rows:]
-    for layer in range(geometry.encoder_layers + 1, geometry.depth + 1):
+    for layer in decoder_layers(model):
         mixed_RT = mixed_RT + attention_map(model, seen, f"decoder/{layer}", sequence)
         mixed_RT = mixed_RT / mixed_RT.sum(dim=-1, keepdim=True)
     return mixed_RT

@@ -18,7 +18,7 @@ import torch
 
 from gsm import plots
 from gsm.analysis import figures
-from gsm.analysis.attention import decoder_attention, entries_back, selected_weights
+from gsm.analysis.attention import decoder_attention, decoder_layers, entries_back, selected_weights
 from gsm.analysis.rollout import parts_of_state
 from gsm.models.gsm import GSM
 from gsm.observe import Recording
@@ -53,7 +53,7 @@ def views(model: GSM, seen: Recording) -> Iterator[tuple[str, Figure]]:
 def decoder(model: GSM, seen: Recording, width: float = WIDTH, height: float = HEIGHT) -> Figure:
     """Return a picture of each decoder layer's attention to the state, a mean over all rows that see a whole state;
     width and height in inches."""
-    weight_LE, layers = decoder_attention(model, seen), _decoder(model)
+    weight_LE, layers = decoder_attention(model, seen), decoder_layers(model)
     figure, panels = plots.figure(width=width, height=height, grid=False)
     longest = layers[int(weight_LE.isnan().sum(1).argmin())]
     back_W = entries_back(model, f"decoder/{longest}", weight_LE.shape[1] - 1)
@@ -63,12 +63,13 @@ def decoder(model: GSM, seen: Recording, width: float = WIDTH, height: float = H
     return figure
 
 
-def decoder_rows(model: GSM, seen: Recording, sequence: int = 0) -> Figure:
-    """Return a picture of each row's attention to the state: a panel for each decoder layer."""
-    layers = _decoder(model)
+def decoder_rows(model: GSM, seen: Recording) -> Figure:
+    """Return a picture of the attention to the state, row by row of the first sequence: a panel for
+    each decoder layer."""
+    layers = decoder_layers(model)
     figure, panels = _panels(len(layers), columns=min(4, len(layers)), height=HEIGHT)
     for axes, layer in zip(panels, layers, strict=True):
-        weight_RE = seen[f"decoder/{layer}/weights"][sequence].float().mean(dim=1)
+        weight_RE = seen[f"decoder/{layer}/weights"][0].float().mean(dim=1)
         back_W = entries_back(model, f"decoder/{layer}", weight_RE.shape[1] - 1)
         figures.state_read(axes, weight_RE, back_W, _rows(seen, len(weight_RE)), "token that reads", f"layer {layer}")
     figure.supxlabel(panels[0].get_xlabel(), fontsize=9)
@@ -79,10 +80,11 @@ def decoder_rows(model: GSM, seen: Recording, sequence: int = 0) -> Figure:
     return figure
 
 
-def selection(model: GSM, seen: Recording, sequence: int = 0) -> Figure:
-    """Return a picture of each stage's selection from the history, by the weight that it reads with: a panel each."""
+def selection(model: GSM, seen: Recording) -> Figure:
+    """Return a picture of each stage's selection from the history of the first sequence, by the weight that it reads
+    with: a panel each."""
     rows = seen[f"decoder/{model.geometry.depth}/weights"].shape[1]
-    maps, stages = selected_weights(model, seen, rows, sequence), list(model.aggregation)
+    maps, stages = selected_weights(model, seen, rows), list(model.aggregation)
     figure, panels = _panels(len(maps), columns=1, height=HEIGHT if len(maps) == 1 else 0.55 * HEIGHT)
     for axes, (stage, map_RT) in zip(panels, maps.items(), strict=True):
         layer, follows = model.aggregation.layers[stage - 1], stages[stage - 1].retriever.follows_encoder
@@ -93,10 +95,10 @@ def selection(model: GSM, seen: Recording, sequence: int = 0) -> Figure:
     return figure
 
 
-def state_parts(model: GSM, seen: Recording, sequence: int = 0) -> Figure:
-    """Return a picture of the parts of each row's z: the share of its length that is lost without the encoder's part,
-    or a stage's."""
-    share_SR = parts_of_state(model, seen, sequence)
+def state_parts(model: GSM, seen: Recording) -> Figure:
+    """Return a picture of the parts of each row's z in the first sequence: the share of its length that is lost without
+    the encoder's part, or a stage's."""
+    share_SR = parts_of_state(model, seen)
     figure, (axes,) = plots.figure(width=WIDTH, height=HEIGHT, grid=False)
     figures.parts(axes, share_SR, _rows(seen, share_SR.shape[1]), "what is written to the shared state")
     return figure
@@ -117,10 +119,6 @@ def shares(model: GSM, seen: Recording) -> dict[str, float]:
 
 def _stages(model: GSM) -> range:
     return range(1, len(model.aggregation.layers) + 1)
-
-
-def _decoder(model: GSM) -> range:
-    return range(model.geometry.encoder_layers + 1, model.geometry.depth + 1)
 
 
 def _rows(seen: Recording, rows: int) -> range:

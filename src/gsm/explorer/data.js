@@ -66,15 +66,15 @@ function readAt(name, row, head) {
   };
 }
 
-/** Return the later rows that read the entry of a row: `{at, count, weight}`, a mean over these decoder layers. */
-function readersOf(row, head, names = DECODER) {
+/** Return the later rows that read the entry of a row: `{at, count, weight}`, a mean over the decoder layers. */
+function readersOf(row, head) {
   const readers = new Map();
-  for (const name of names) {
+  for (const name of DECODER) {
     const { back, own } = readings.get(name);
     for (let entry = 0; entry < back.length - own; entry++) {
       const at = row + back[entry];
       if (back[entry] === 0 || at >= TOKENS || !sameDocument(at, row)) continue;
-      const weight = weightAt(`${name}/near`, at, head, entry) / names.length;
+      const weight = weightAt(`${name}/near`, at, head, entry) / DECODER.length;
       readers.set(at, (readers.get(at) ?? 0) + weight);
     }
   }

@@ -22,6 +22,7 @@ from gsm.analysis.attention import (
     attention_parts,
     entries_back,
     names_of,
+    own_entries,
     slot_starts,
     with_recurrences,
 )
@@ -32,7 +33,6 @@ from gsm.models.checks import IGNORED
 from gsm.models.gsm import GSM
 from gsm.observe import Recording, record
 from gsm.shapes import promoted
-from gsm.slots.state_reader.base import StateAttention
 
 LONGEST = 4096  # tokens: rollout multiplies matrices of T x T
 SOURCES = 32  # strongest sources per entry
@@ -142,10 +142,8 @@ def gather(
     routes = state_routes(model, seen)
     share_TP, source_TP = routes.total_TT.topk(min(SOURCES, len(token_T)), dim=-1)
     names = names_of(model)
-    decoder = [name for name in names if name.startswith("decoder/")]
-    stages = [name for name in names if name.startswith("stage/")]
-    later = [attention_map(model, seen, name).tril(-1).sum(dim=0) for name in decoder]
-    fetched = [attention_parts(model, seen, name)[1].sum(dim=0) for name in stages]
+    later = [attention_map(model, seen, name).tril(-1).sum(dim=0) for name in names if name.startswith("decoder/")]
+    fetched = [attention_parts(model, seen, name)[1].sum(dim=0) for name in names if name.startswith("stage/")]
     return Facts(
         token_T=token_T,
         document_T=document_T,
@@ -211,18 +209,12 @@ def _reading(model: GSM, seen: Recording, name: str) -> Reading:
     chosen_TK = torch.zeros(len(weight_THE), 0).long() if chosen_BTK is None else chosen_BTK[0]
     near = weight_THE.shape[2] - 1 - chosen_TK.shape[1]
     kind, number = name.split("/")
-    layer, own_entries = int(number), 0
-    if kind == "stage":
-        layer = model.aggregation.layers[layer - 1]
-    if kind == "decoder":
-        block = list(model.decoder)[layer - model.geometry.encoder_layers - 1]
-        own_entries = cast(StateAttention, block.attention).own_size
     return Reading(
         name=name,
-        layer=layer,
+        layer=model.aggregation.layers[int(number) - 1] if kind == "stage" else int(number),
         back_E=entries_back(model, name, near),
         near_THE=weight_THE[..., :near],
-        own=own_entries,
+        own=own_entries(model, name),
         chosen_TK=chosen_TK,
         far_THK=weight_THE[..., near:-1],
         sink_TH=weight_THE[..., -1],

@@ -91,7 +91,7 @@ def explore(
     token_T = torch.as_tensor(tokens).long().cpu()
     if token_T.dim() != 1:
         raise ValueError(f"tokens must be one sequence, [T], got the shape {list(token_T.shape)}; use tokens[0]")
-    questions = [] if named is None or isinstance(named, Tokenizer) else questions_of(named, token_T)
+    questions = questions_of(named, token_T)
     if questions and targets is None:
         targets = targets_of(questions, token_T)
     facts = gather(model, token_T, documents, targets)

@@ -108,7 +108,7 @@ function headline(row) {
   }
   return make(
     "section",
-    { class: "headline" },
+    {},
     make("h2", {}, make("small", { textContent: `row ${row}` }), " ", chip(wordAt(row), data.kinds[row]), ...next),
     ...notes,
     make("p", { class: "guesses" }, make("span", { class: "note", textContent: "predicts" }), ...likeliest),

@@ -40,12 +40,17 @@ class Question:
     row: int
 
 
-def of_text(tokenizer: Tokenizer, ids: Sequence[int]) -> list[Word]:
-    """Return the text of each token. A character of several tokens is at the last of them; the others are empty."""
-    decoder, words = tokenizer.stream(), []
+def words_of(named: Tokenizer | Task | None, ids: Sequence[int]) -> list[Word]:
+    """Return every token of a text, or of a sequence of a task; with neither, as numbers.
+
+    A character of several tokens of a text is at the last of them; the others are empty.
+    """
+    if not isinstance(named, Tokenizer):
+        return [of_id(named, token) for token in ids]
+    decoder, words = named.stream(), []
     for token in ids:
         text = decoder.push(token)
-        if token == tokenizer.end_of_text:
+        if token == named.end_of_text:
             words.append(Word(text + "end of text", END))
         else:
             words.append(Word(visible(text), TEXT if text else PIECE))
@@ -69,11 +74,6 @@ def of_id(named: Tokenizer | Task | None, token: int) -> Word:
     return Word(str(token - named.keys - named.values), FILLER)
 
 
-def words_of(named: Tokenizer | Task | None, ids: Sequence[int]) -> list[Word]:
-    """Return every token of a text, or of a sequence of a task; with neither, as numbers."""
-    return of_text(named, ids) if isinstance(named, Tokenizer) else [of_id(named, token) for token in ids]
-
-
 def visible(text: str) -> str:
     """Return the text with visible replacements of characters that hide, move or reorder others.
 
@@ -92,15 +92,16 @@ def _visible(character: str) -> str:
     return f"‹U+{code:04X}›" if hides else character
 
 
-def questions_of(task: Task, token_T: Tensor) -> list[Question]:
-    """Return the questions of a sequence of ``gsm.data.recall``: keys that occur again. Empty for other tasks."""
-    if not isinstance(task, Alphabet):
+def questions_of(named: Tokenizer | Task | None, token_T: Tensor) -> list[Question]:
+    """Return the questions of a sequence of ``gsm.data.recall``: keys that occur again. Empty for texts and other
+    tasks."""
+    if not isinstance(named, Alphabet):
         return []
-    needles, questions, wait = {}, [], getattr(task, "wait", 0)
+    needles, questions, wait = {}, [], getattr(named, "wait", 0)
     for place, token in enumerate(token_T.tolist()):
-        if token < task.keys and token in needles and place + wait < len(token_T):
+        if token < named.keys and token in needles and place + wait < len(token_T):
             questions.append(Question(place, needles[token], place + wait))
-        elif token < task.keys:
+        elif token < named.keys:
             needles[token] = place
     return questions
 
