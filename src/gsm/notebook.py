@@ -112,16 +112,9 @@ def text(checkpoint: str | Path, source: str, tokens: int) -> Tensor:
     return torch.tensor(load_tokenizer(checkpoint).encode(source)[:tokens])
 
 
-def show_one(
-    draw: Callable[..., None],
-    *arguments: Any,
-    width: float = WIDTH,
-    height: float = HEIGHT,
-    grid: bool = True,
-    **options: Any,
-) -> Figure:
-    """One picture of ``gsm.analysis.figures`` or ``gsm.plots``; their arguments but the axes."""
-    figure, (axes,) = plots.figure(width=width, height=height, grid=grid)
+def show_one(draw: Callable[..., None], *arguments: Any, height: float = HEIGHT, **options: Any) -> Figure:
+    """Draw one picture of ``gsm.analysis.figures`` or ``gsm.plots``; their arguments but the axes."""
+    figure, (axes,) = plots.figure(width=WIDTH, height=height)
     draw(axes, *arguments, **options)
     return figure
 
@@ -176,19 +169,18 @@ def show_values(runs: Sequence[RunSummary], columns: Sequence[str]) -> Figure:
     return figure
 
 
-def show_costs(models: Sequence[str], size: str, lengths: Sequence[int], chunk: int = 4096) -> Figure:
+def show_costs(models: Sequence[str], size: str, lengths: Sequence[int]) -> Figure:
     """Draw the cost model's numbers for prefill, a decoded token and the cache, in three panels.
 
     Args:
         models: variants of the group ``model``.
         size: size of all models.
         lengths: lengths in tokens.
-        chunk: tokens per chunk of a prefill.
     """
     with torch.device("meta"):  # without memory for the weights
         costs = {name: cost(build_model(name, size)) for name in models}
     panels: dict[str, Callable[[Cost, int], float]] = {
-        "prefill (GFLOP per token)": lambda cost, tokens: cost.prefill_flops(tokens, chunk).total() / tokens / 1e9,
+        "prefill (GFLOP per token)": lambda cost, tokens: cost.prefill_flops(tokens).total() / tokens / 1e9,
         "decode (GB moved per token)": lambda cost, tokens: cost.decode_bytes(tokens).total() / 1e9,
         "cache (MiB)": lambda cost, tokens: cost.cache_bytes(tokens).total() / 2**20,
     }

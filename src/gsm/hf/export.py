@@ -73,17 +73,17 @@ def export(checkpoint: str, to: str, weights: str = "float32") -> Path:
     tokenizer = tokenizer_of(saved, file) if saved.get("tokenizer") else None
     model = exported_model(settings, dtype, tokenizer)
     load_sound_weights(model.model, content, file)
-    state = tokenizer.to_state() if tokenizer else None
+    state = tokenizer.to_state() if tokenizer else {}
     described = {key: content[key] for key in content if key not in ("state_dict", "tokenizer")}
     rest = {key: value for key, value in settings.items() if key != "model"}
-    tokenizer_state = {key: value for key, value in (state or {}).items() if key != "json"} or None
+    tokenizer_state = {key: value for key, value in state.items() if key != "json"} or None
     model.config.run = {**described, "config": rest, "tokenizer": tokenizer_state}
     folder.mkdir(parents=True, exist_ok=True)
     logging.disable_progress_bar()
     model.save_pretrained(folder)
     if tokenizer:
         of_transformers(tokenizer).save_pretrained(folder)
-        if state and state["json"]:  # the original text, so that the same tokenizer is read again
+        if state["json"]:  # the original text, so that the same tokenizer is read again
             (folder / TOKENIZER).write_text(state["json"], encoding="utf-8")
     (folder / "README.md").write_text(card(settings, file, folder), encoding="utf-8")
     print(f"Written to {path_text(folder)}: {', '.join(sorted(path.name for path in folder.iterdir()))}", flush=True)
@@ -107,8 +107,7 @@ def of_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     Text that spells the end of text is still tokenised as text.
     """
     state = tokenizer.to_state()
-    described = state["json"]
-    rust = tokenizers.Tokenizer.from_str(described) if described else _bytes()
+    rust = tokenizers.Tokenizer.from_str(state["json"]) if state["json"] else _bytes()
     end = state.get("end_of_text") or END_OF_TEXT
     limits = {"padding_side": "left", "split_special_tokens": True, "clean_up_tokenization_spaces": False}
     return PreTrainedTokenizerFast(tokenizer_object=rust, eos_token=end, pad_token=end, **limits)

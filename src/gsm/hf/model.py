@@ -29,6 +29,7 @@ UNSUPPORTED = {  # arguments of forward that these models do not support: reason
     "output_attentions": "attention weights are never materialised. Use gsm.record for selections, or gsm.analysis",
     "output_hidden_states": "there are streams of several kinds. Use gsm.record for the ones you need",
 }
+FIXED = "the vocabulary is a part of the model. Train another one with size.vocabulary=..."
 ONE_DEVICE = (
     "which is not allowed because its parts read each other's weights and its memory is on one device. Use "
     "device_map={'': 'cpu'} or one GPU, with dtype=torch.bfloat16 if it is too small"
@@ -186,7 +187,7 @@ class GSMForCausalLM(PreTrainedModel, GenerationMixin):
 
     def set_input_embeddings(self, value: torch.nn.Module) -> None:
         """Raise NotImplementedError: the vocabulary is fixed."""
-        raise NotImplementedError("the vocabulary is a part of the model. Train another one with size.vocabulary=...")
+        raise NotImplementedError(FIXED)
 
     def set_output_embeddings(self, new_embeddings: torch.nn.Module) -> None:
         """Raise NotImplementedError as ``set_input_embeddings`` does."""
@@ -195,9 +196,7 @@ class GSMForCausalLM(PreTrainedModel, GenerationMixin):
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Return the embedding; raise NotImplementedError for another number of rows."""
         if new_num_tokens not in (None, self.model.vocabulary):
-            raise NotImplementedError(
-                "the vocabulary is a part of the model. Train another one with size.vocabulary=..."
-            )
+            raise NotImplementedError(FIXED)
         return self.model.embedding
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
