@@ -74,13 +74,6 @@ def test_time_that_is_over_ends_the_rounds_but_not_before_a_few():
     assert len(timing.take_turns({"a": lambda: None}, CPU, rounds=100, seconds=0)["a"]) == timing.FEWEST
 
 
-@pytest.mark.parametrize(
-    ("length", "most", "ratio"), [(1, 4, 2), (7, 2, 3), (9, 2, 3), (50, 4, 2), (5, 100, 2), (9, 3, 1)]
-)
-def test_entries_are_counted_as_rows_see_them(length, most, ratio):
-    assert workloads.seen_entries(length, most, ratio) == sum(min(t // ratio, most) for t in range(1, length + 1))
-
-
 def test_picked_slots_ascend_among_those_a_row_sees():
     index = workloads.picked(1, 101, 8, CPU)[0]
     for place, slots in enumerate(index.tolist(), 1):

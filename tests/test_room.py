@@ -28,7 +28,7 @@ def test_room_knows_what_fits():
 def test_what_was_tried_in_vain_is_not_said_to_fit(tokens):
     some = Room(lambda tokens: 100 * tokens, chunk=10, batch=1, each=50.0)
     assert some.needed(tokens) < 5000
-    said = some.refusal(tokens, 5000, tried=True)
+    said = some.refusal(tokens, 5000)
     assert said.startswith("out of memory: more than ") and int(said.split("would fit: ")[1].split()[0]) < tokens
     assert some.each == 50  # another request may well find room
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,11 +39,6 @@ from .models import read as read_models
 from .pictures import panels
 from .results import Asked, Row, mark, rate, read, table
 from .timing import Moment, now, rotated, spread
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from gsm.plots import Style
 
 LENGTHS = {"cuda": [256 << n for n in range(11)], "cpu": [256 << n for n in range(7)]}
 SIZES, DTYPES = {"cuda": "1p5b", "cpu": "nano"}, {"cuda": "bfloat16", "cpu": "float32"}
@@ -371,7 +366,7 @@ def _timed(request: Request, timed: bool) -> bool:
 
 
 def _refusal(case: Case, model: Served) -> dict[str, str]:
-    return {"failed": model.room.refusal(case.tokens, available_bytes(model.device), tried=True)}
+    return {"failed": model.room.refusal(case.tokens, available_bytes(model.device))}
 
 
 # The table and the picture of a file.
@@ -493,12 +488,9 @@ def picture(rows: Sequence[Row]) -> bytes:
     if not rows:
         raise ValueError(f"{name}: no request was measured, and so there is no picture")
     labels = {"prefill": "prefill (tokens/s)", "decode": "decode (tokens/s)", "cache": "cache (MiB)"}
-    names, lengths = dict.fromkeys(row["model"] for row in rows), [row["tokens"] for row in rows]
-    return panels(name, labels, names, lengths, partial(_draw, rows))
+    names = dict.fromkeys(row["model"] for row in rows)
 
+    def line(part: str, model: str) -> list[tuple[int, float]]:
+        return sorted((row["tokens"], value(row, part)) for row in rows if row["model"] == model)
 
-def _draw(rows: Sequence[Row], axes: Axes, part: str, model: str, style: Style) -> None:
-    """Draw one model: a line through all its lengths."""
-    points = sorted((row["tokens"], value(row, part)) for row in rows if row["model"] == model)
-    how = {"color": style.colour, "linewidth": 1.4, "markersize": 4.5}
-    axes.plot(*zip(*points, strict=True), style.marker + style.line, **how)
+    return panels(name, {label: {model: line(part, model) for model in names} for part, label in labels.items()})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import platform
-import re
 import shlex
 import subprocess
 import sys
@@ -50,11 +49,6 @@ def facts(device: torch.device) -> dict[str, Any]:
 def name(device: torch.device) -> str:
     """`NVIDIA H100 80GB HBM3`, or the processor's own name."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
-
-
-def in_file_names(words: str) -> str:
-    """Lower case, digits and dashes."""
-    return re.sub(r"[^a-z0-9.]+", "-", words.lower()).strip("-")
 
 
 @dataclass

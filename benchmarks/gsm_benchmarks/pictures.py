@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gsm import plots
@@ -11,38 +11,26 @@ from gsm.tables import length_text
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Draw = Callable[["Axes", str, str, plots.Style], None]
 
-
-def panels(
-    title: str,
-    labels: Mapping[str, str],
-    models: Iterable[str],
-    lengths: Iterable[int],
-    draw: Draw,
-) -> bytes:
+def panels(title: str, points: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]]) -> bytes:
     """Return a PNG, both axes logarithmic.
 
     Args:
         title: text above all panels.
-        labels: label of the vertical axis of each panel, by the quantity that the panel shows.
-        models: models that have a line each.
-        lengths: in tokens; some of them are ticks.
-        draw: draws a model in a panel. Takes the axes, the quantity, the model and the style.
+        points: by label of the vertical axis of a panel and by model, tokens and values, at least one pair.
 
     Raises ImportError if matplotlib is missing.
     """
-    figure, axes = plots.figure(columns=len(labels), width=2.9, height=3.0)
-    styles = plots.styles(models)
-    for axis, (what, label) in zip(axes, labels.items(), strict=True):
-        for model, style in styles.items():
-            draw(axis, what, model, style)
+    figure, axes = plots.figure(columns=len(points), width=2.9, height=3.0)
+    styles = plots.styles(model for by_model in points.values() for model in by_model)
+    for axis, (label, by_model) in zip(axes, points.items(), strict=True):
+        for model, pairs in by_model.items():
+            style = styles[model]
+            look = {"color": style.colour, "linewidth": 1.4, "markersize": 4.5}
+            axis.plot(*zip(*pairs, strict=True), style.marker + style.line, **look)
         axis.set_xlabel("tokens", fontsize=9)
         axis.set_ylabel(label, fontsize=9)
-        if axis.has_data():
-            _scale(axis, sorted(set(lengths)))
-        else:
-            axis.set_title("not measured", fontsize=8)
+        _scale(axis, sorted({tokens for pairs in by_model.values() for tokens, _ in pairs}))
     from matplotlib.lines import Line2D
 
     handles = []

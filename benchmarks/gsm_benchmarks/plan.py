@@ -19,7 +19,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import cast
 
@@ -122,7 +122,7 @@ class Kept:
     each: float
     block: float
 
-    def total(self, tokens: int) -> float:
+    def total(self, tokens: float) -> float:
         """Return the bytes for tokens that are on a device at the same time."""
         return self.fixed + self.each * tokens
 
@@ -174,12 +174,8 @@ def _entering(part: Stack) -> int:
 
 
 def _built(model: Model, size: str, recompute: bool) -> LanguageModel:
-    return _bare(replace(model, overrides=(*model.overrides, f"model.recompute={str(recompute).lower()}")), size)
-
-
-def _bare(model: Model, size: str) -> LanguageModel:
-    with torch.device("meta"):
-        return model.build(size, device="meta").to(torch.bfloat16).train()
+    overrides = [f"model.recompute={str(recompute).lower()}"]
+    return model.build(size, overrides, "meta").to(torch.bfloat16).train()
 
 
 def memory(setting: Setting, assumed: Assumed) -> dict[str, float]:
@@ -199,7 +195,7 @@ def memory(setting: Setting, assumed: Assumed) -> dict[str, float]:
         "optimizer": 8 * parameters / shards,
         "buckets": 4.0 * parameters if ddp else 0.0,
         "weights at work": copies + (0 if ddp else travelling),
-        "activations": activations.fixed + activations.each * tokens,
+        "activations": activations.total(tokens),
         "layer or logits at work": max(at_work, chunk),
         "gathered banks": 2.0 * 2 * slots(model, setting.context) if setting.divided > 1 else 0.0,
     }
@@ -324,9 +320,9 @@ def _token_cells(costs: Mapping[str, Cost], contexts: Sequence[int]) -> list[tup
     cells = []
     for name, model in costs.items():
         for tokens in contexts:
-            prefill, decode, moved, cache = (count(model, tokens) for count in COMPARED.values())
+            prefill, decode, moved, stored = (count(model, tokens) for count in COMPARED.values())
             numbers = f"{prefill / tokens / 1e9:.3g}", f"{decode / 1e9:.3g}", f"{moved / 1e9:.3g}"
-            cells.append((name, f"{tokens:,}", *numbers, f"{cache / 2**20:,.3g}"))
+            cells.append((name, f"{tokens:,}", *numbers, f"{stored / 2**20:,.3g}"))
     return cells
 
 
@@ -334,16 +330,9 @@ def _crossing_cells(costs: Mapping[str, Cost], longest: int) -> list[tuple[str, 
     cells = []
     for name, other in costs.items():
         if name != "gsm":
-            pairs = [
-                (lru_cache(None)(_of(count, costs["gsm"])), lru_cache(None)(_of(count, other)))
-                for count in COMPARED.values()
-            ]
+            pairs = [(cache(partial(count, costs["gsm"])), cache(partial(count, other))) for count in COMPARED.values()]
             cells.append((name, *(_words(below(mine, theirs, longest), longest) for mine, theirs in pairs)))
     return cells
-
-
-def _of(count: Callable[[Cost, int], int], model: Cost) -> Callable[[int], int]:
-    return lambda tokens: count(model, tokens)
 
 
 def _words(ranges: Sequence[tuple[int, int]], longest: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -164,8 +165,9 @@ class Asked:
 
 
 def usual_path(facts: Mapping[str, Any], benchmark: str) -> Path:
-    """Return `<device>-<benchmark>.json` in logs/benchmarks."""
-    return FOLDER / f"{machine.in_file_names(facts['device'])}-{benchmark}.json"
+    """Return `<device>-<benchmark>.json` in logs/benchmarks, in lower case, digits and dashes."""
+    device = re.sub(r"[^a-z0-9.]+", "-", facts["device"].lower()).strip("-")
+    return FOLDER / f"{device}-{benchmark}.json"
 
 
 def publish(path: Path, *sections: str, pictures: Mapping[str, Callable[[], bytes]] | None = None) -> Path:

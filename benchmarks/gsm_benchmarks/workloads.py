@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gsm.layers.costs import limited
 from gsm_kernels import inverse
 
 CHANNELS, ANGLES = 128, 16
@@ -108,7 +109,7 @@ def attend(
             "index_BRK": picked(batch, length, picks, device),
         }
 
-    seen = seen_entries(length, width) + seen_entries(length, picks, RATIO)
+    seen = limited(length, width) + limited(length, picks, RATIO)
     return Case(name, "attend", make, _attention(batch, length, heads, channels, seen, 1 + 1 / RATIO, 4 * picks))
 
 
@@ -126,9 +127,7 @@ def attend_band(
     def make(device: torch.device, dtype: torch.dtype) -> Call:
         return {**_rows(batch, length, heads, channels, angles, device, dtype), "width": width}
 
-    return Case(
-        name, "attend_band", make, _attention(batch, length, heads, channels, seen_entries(length, width), 1, 0)
-    )
+    return Case(name, "attend_band", make, _attention(batch, length, heads, channels, limited(length, width), 1, 0))
 
 
 def index_top_k(name: str, batch: int, length: int) -> Case:
@@ -137,7 +136,7 @@ def index_top_k(name: str, batch: int, length: int) -> Case:
     def make(device: torch.device, dtype: torch.dtype) -> Call:
         return {**_searched(batch, length, device, dtype), **_ranges(batch, length, device), "k": PICKS}
 
-    pairs = batch * seen_entries(length, length, RATIO)
+    pairs = batch * limited(length, length, RATIO)
     moved = batch * length * (INDEX_HEADS * (2 * INDEX_WIDTH + 4) + 2 * INDEX_WIDTH / RATIO + 4 * PICKS)
     return Case(name, "index_top_k", make, {"forward": Work(2 * INDEX_HEADS * INDEX_WIDTH * pairs, moved)})
 
@@ -150,8 +149,8 @@ def indexer_kl(name: str, batch: int, length: int, heads: int = 32, channels: in
         call = attend("", batch, length, heads, channels).make(device, dtype)
         return {**call, **_ranges(batch, length, device), **student, "dense": True}
 
-    slots = batch * seen_entries(length, length, RATIO)
-    teacher = 2 * heads * channels * (batch * seen_entries(length, WIDTH) + slots)
+    slots = batch * limited(length, length, RATIO)
+    teacher = 2 * heads * channels * (batch * limited(length, WIDTH) + slots)
     scores = 3 * 2 * INDEX_HEADS * INDEX_WIDTH * slots
     tokens = batch * length
     read = 2 * tokens * (heads * channels + channels * (1 + 1 / RATIO))
@@ -229,13 +228,6 @@ def linear_cross_entropy(name: str, tokens: int, width: int = MODEL, vocabulary:
 
     moved = 6 * width * vocabulary + 4 * width * tokens
     return Case(name, "linear_cross_entropy", make, {"both": Work(6 * tokens * width * vocabulary, moved)})
-
-
-def seen_entries(length: int, most: int, ratio: int = 1) -> int:
-    """Entries that all rows of one document see: the sum of min(t // ratio, most) over t = 1 .. length."""
-    full = min(length, most * ratio + ratio - 1)  # from here on, a row sees all that it may
-    groups, rest = divmod(full + 1, ratio)
-    return ratio * groups * (groups - 1) // 2 + rest * groups + (length - full) * most
 
 
 def picked(batch: int, length: int, picks: int, device: torch.device) -> Tensor:

@@ -74,14 +74,14 @@ class Room:
             low, high = (middle, high) if self.needed(middle) <= available else (low, middle)
         return low
 
-    def refusal(self, tokens: int, available: int, tried: bool = False) -> str:
+    def refusal(self, tokens: int, available: int) -> str:
         """Return one sentence with the needed bytes, the available bytes, and the number of tokens that would fit.
 
-        A request that was ``tried`` and ran out of memory needs more than is available, so the estimate of ``each`` is
-        raised for this sentence.
+        A request that ran out of memory needs more than is available. If the estimate of ``each`` is too low for that,
+        it is raised for this sentence.
         """
         need, room = self.needed(tokens), self
-        if tried and need <= available:
+        if need <= available:
             need = available + 1
             room = replace(self, each=(need - self.cache(tokens)) / (self.batch * min(tokens, self.chunk)))
         about = "more than" if room is not self else "about"

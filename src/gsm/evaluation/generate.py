@@ -101,7 +101,7 @@ def _room(model: LanguageModel, tokens: int) -> Iterator[None]:
         weight, costs = model.embedding.weight, cost(model)
         memory = lambda tokens: costs.cache_bytes(tokens, weight.dtype, capacity=tokens).total()  # noqa: E731
         room = Room(memory, CHUNK, batch=1, each=GUESS * model.dim * weight.itemsize)
-        refusal = room.refusal(tokens, available_bytes(weight.device), tried=True)
+        refusal = room.refusal(tokens, available_bytes(weight.device))
         raise ConfigError(f"{refusal}; prompt and new tokens are {tokens:,}. Use fewer of both.") from error
 
 
