@@ -46,8 +46,7 @@ def _too_old() -> str | None:
 
 def refuses(inputs: Inputs) -> str | None:
     """Return why these kernels cannot take this call, or None."""
-    refusal = unfit_for_package(inputs.query_BRHC, inputs.window_BEC, waits=True)
-    if refusal is not None:
+    if (refusal := unfit_for_package(inputs.query_BRHC, inputs.window_BEC, waits=True)) is not None:
         return refusal
     if inputs.query_BRHC.shape[3] not in CHANNELS:
         return f"made for 64, 96 or 128 channels, got {inputs.query_BRHC.shape[3]}"

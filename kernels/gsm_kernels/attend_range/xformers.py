@@ -37,8 +37,7 @@ def _missing() -> str | None:
 
 def refuses(inputs: Inputs) -> str | None:
     """Return why it cannot take this call, or None; values of ranges are checked last, because reading them is slow."""
-    refusal = unfit_for_package(*inputs[:3], waits=not inputs.whole)
-    if refusal is not None:
+    if (refusal := unfit_for_package(*inputs[:3], waits=not inputs.whole)) is not None:
         return refusal
     channels = inputs.query_BRHC.shape[-1]
     if channels % 8 or channels > 256:

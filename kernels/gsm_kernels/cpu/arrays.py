@@ -16,7 +16,10 @@ from .native import compiled
 def _pointer(element: types.Type) -> Any:
     @intrinsic
     def pointer(typing: Any, address: Any) -> Any:
+        """Return the pointer to the elements at an address."""
+
         def generated(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            """Write the instructions."""
             return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
         return types.CPointer(element)(types.int64), generated
@@ -70,7 +73,10 @@ def _lines(short: bool, add: bool) -> Any:
 
     @intrinsic
     def lines(typing: Any, given: Any, into: Any) -> Any:
+        """Copy or add the sixteen numbers at one address to another."""
+
         def generated(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            """Write the instructions."""
             number, bits = ir.VectorType(ir.FloatType(), 16), ir.VectorType(ir.IntType(32), 16)
             kind = ir.VectorType(ir.IntType(16), 16) if short else number
             line = builder.load(builder.inttoptr(arguments[0], kind.as_pointer()), align=2 if short else 4)
@@ -125,7 +131,10 @@ def _tile(rows: int, lanes: int) -> Any:
     @intrinsic
     def tile(typing: Any, a: Any, a_row: Any, a_inner: Any, b: Any, b_inner: Any, out: Any, out_row: Any,
              inner: Any, add: Any) -> Any:  # fmt: skip
+        """Compute out = a b, or out += a b if `add`; arrays are addresses and strides, counted in elements."""
+
         def generated(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            """Write the instructions."""
             builder.function.attributes.add("noinline")  # otherwise LLVM compiles it again at every call
             a, a_row, a_inner, b, b_inner, out, out_row, inner, add = arguments
             number, index = ir.FloatType(), ir.IntType(64)
@@ -137,6 +146,7 @@ def _tile(rows: int, lanes: int) -> Any:
                 return builder.gep(builder.inttoptr(address, number.as_pointer()), [offset])
 
             def line(pointer: Any) -> Any:
+                """Return the pointer to the `lanes` numbers from a number on."""
                 return builder.bitcast(pointer, vector.as_pointer())
 
             counts = [ir.Constant(index, row) for row in range(rows)]
@@ -219,6 +229,7 @@ def _dots(typing: Any, vector: Any, size: Any, entry: Any, step: Any, out: Any) 
     """Compute the products of a vector with sixteen others, `step` apart; `size` is a multiple of 16."""
 
     def generated(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        """Write the instructions."""
         vector, size, entry, step, out = arguments
         line, index = ir.VectorType(ir.FloatType(), 16), ir.IntType(64)
         entries = [builder.add(entry, builder.mul(step, ir.Constant(index, i))) for i in range(16)]
@@ -250,7 +261,10 @@ def _peak(typing: Any, address: Any) -> Any:
     """Return the largest of 64 numbers at an address; NaN may be missed."""
 
     def generated(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        """Write the instructions."""
+
         def larger(a: Any, b: Any) -> Any:
+            """Return the larger number of each pair."""
             return builder.select(builder.fcmp_ordered(">", b, a), b, a)
 
         places = [ir.Constant(ir.IntType(64), at) for at in (0, 64, 128, 192)]

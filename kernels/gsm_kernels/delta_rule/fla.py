@@ -26,8 +26,7 @@ missing = partial(absent, "fla", *(f"fla.ops.{family}" for family in FAMILIES))
 
 def refuses(inputs: Inputs) -> str | None:
     """Return why these kernels cannot take this call, or None."""
-    refusal = unfit_for_package(*inputs[:3], waits=inputs.query_BTHC.shape[1] > 1)
-    if refusal is not None:
+    if (refusal := unfit_for_package(*inputs[:3], waits=inputs.query_BTHC.shape[1] > 1)) is not None:
         return refusal
     if inputs.query_BTHC.shape[-1] > WIDEST:
         return f"takes heads of at most {WIDEST} channels, got {inputs.query_BTHC.shape[-1]}"

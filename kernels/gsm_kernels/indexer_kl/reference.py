@@ -33,7 +33,7 @@ def indexer_kl(inputs: Inputs) -> IndexerLoss:
 
 
 class _Sums:
-    """Return the sums over chunks: loss, teacher mass held, rows that see a slot, and the gradients if wanted."""
+    """Sums over chunks: loss, teacher mass held, rows that see a slot, and the gradients if wanted."""
 
     def __init__(self, indexer: Indexer, wants_grad: bool) -> None:
         wide, device = torch.promote_types(indexer.query_BRJI.dtype, torch.float32), indexer.query_BRJI.device

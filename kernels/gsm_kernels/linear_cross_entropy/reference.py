@@ -27,7 +27,8 @@ def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor,
         loss = hidden.new_zeros(())
         hidden_grad = torch.empty_like(hidden) if learns_hidden else None
         weight_grad = torch.zeros_like(weight) if learns_weight else None
-        for rows in _row_slices(hidden, weight):
+        step = max(FEWEST_ROWS, scratch_elements(hidden.device) // max(1, weight.shape[0]))
+        for rows in slices(hidden.shape[0], step):
             log_model = torch.log_softmax(hidden[rows] @ weight.T, -1)
             loss -= log_model.gather(1, target[rows])[:, 0] @ share[rows]
             if learns_hidden or learns_weight:
@@ -44,8 +45,3 @@ def _add_gradients(hidden, weight, hidden_grad, weight_grad, rows, log_model, ta
         hidden_grad[rows] = (logit_grad @ weight).mul_(share[rows])
     if weight_grad is not None:
         weight_grad.addmm_(logit_grad.T, hidden[rows] * share[rows])
-
-
-def _row_slices(hidden: Tensor, weight: Tensor) -> list[slice]:
-    step = max(FEWEST_ROWS, scratch_elements(hidden.device) // max(1, weight.shape[0]))
-    return slices(hidden.shape[0], step)

@@ -25,8 +25,7 @@ missing = partial(absent, "fla", "fla.ops.gsa")
 
 def refuses(inputs: Inputs) -> str | None:
     """Return why these kernels cannot take this call, or None."""
-    refusal = unfit_for_package(*inputs[:3], waits=inputs.query_BTHC.shape[1] > 1)
-    if refusal is not None:
+    if (refusal := unfit_for_package(*inputs[:3], waits=inputs.query_BTHC.shape[1] > 1)) is not None:
         return refusal
     channels, slots = inputs.query_BTHC.shape[-1], inputs.write_BTHM.shape[-1]
     if min(channels, slots) < NARROWEST or max(channels, slots) > WIDEST:
