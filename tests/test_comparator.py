@@ -218,8 +218,8 @@ def test_yoco_s_self_decoder_takes_any_mixer(name):
 
 
 def test_matching_takes_the_first_heads_whose_rank_fits():
-    def make(heads, rank):
-        return plain(["all"], heads=heads, query_rank=rank, feed_forward=BARE["feed_forward"])
+    def make(heads, query_rank):
+        return plain(["all"], heads=heads, query_rank=query_rank, feed_forward=BARE["feed_forward"])
 
     def count(model):
         return sum(p.numel() for p in model.parameters())
@@ -237,7 +237,7 @@ def test_matching_takes_the_first_heads_whose_rank_fits():
 def test_mixers_without_a_low_rank_query_are_matched_by_their_heads():
     """The difference of two ranks is then zero, and was divided by."""
 
-    def make(heads, rank):
+    def make(heads, query_rank):
         return plain(["all"], heads=heads, query_rank=3, feed_forward=BARE["feed_forward"])
 
     assert match(GEOMETRY, [4, 2, 1], make, lambda: make(2, 3)) == (2, GEOMETRY.query_rank, 0)

@@ -4,7 +4,7 @@ mode (training or generation) or on the kind of memory:
                  implementation                   entries of the past    values of a bank    a recurrence's state
     training     stores nothing                   ``Forget``             ``Forget``          ``Forget``
     growing      immutable values                 ``Window``             ``Column``          ``RecurrentState``
-    static       buffers at fixed addresses       ``StaticWindow``       ``StaticColumn``    ``RecurrentState``
+    static       buffers at fixed addresses       ``Window``             ``StaticColumn``    ``RecurrentState``
     in pieces    on several ranks                 ``Halo``               ``AllSlots``        ``Relay``
 
 Stores of sequences in pieces are in ``gsm.context.pieces``. Extending a store returns the next one. Stores are pure,
@@ -96,26 +96,21 @@ class Window:
         """Return a window without entries, with the batch, width, dtype and device of ``like_BC``."""
         return Window(kind, size, like_BC.new_empty(like_BC.shape[0], 0, like_BC.shape[1]))
 
-    def static(self, capacity: int) -> StaticWindow:
-        """Return an empty window of the same kind with a buffer of full size, whatever the capacity."""
+    def static(self, capacity: int) -> Window:
+        """Return the window of a static memory: a buffer of full size, whatever the capacity.
+
+        Until it is full, it begins with zeros. No row sees them, because no row looks back beyond position 0 of its
+        document. The buffer is not a ring with a cursor: attention reads stored and new entries in stream order, so a
+        ring would have to be unrolled at every read, and shifting a few hundred entries costs no more than that.
+        """
         batch, _, width = self.entry_BEC.shape
-        return StaticWindow(self.kind, self.size, self.entry_BEC.new_zeros(batch, self.size, width))
+        return replace(self, entry_BEC=self.entry_BEC.new_zeros(batch, self.size, width))
 
     def extend(self, new_BTC: Tensor) -> tuple[Tensor, Window]:
         """Return the stored entries followed by the new ones, and the last ``size`` of them as the next window."""
         seen_BEC = torch.cat([self.entry_BEC, in_dtype(new_BTC, self.entry_BEC.dtype)], dim=1)
         keep = min(self.size, seen_BEC.shape[1])
         return seen_BEC, replace(self, entry_BEC=seen_BEC[:, seen_BEC.shape[1] - keep :].detach())
-
-
-@dataclass(frozen=True)
-class StaticWindow(Window):
-    """The last ``size`` entries in a buffer of exactly that size, in stream order.
-
-    A window that is not full begins with zeros. No row sees them, because no row looks back beyond position 0 of its
-    document. The buffer is not a ring with a cursor: attention reads stored and new entries in stream order, so a ring
-    would have to be unrolled at every read, and shifting a few hundred entries costs no more than that.
-    """
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ class Context(Ranks):
         arguments, pieces = self.divided(model, tokens, documents, targets)
         out = model(**arguments)
         losses = {name: pieces.weighed(loss) for name, loss in out.losses.items()}
-        experts = report_balance(of_whole_sequences(out.balances, pieces))
-        out = replace(out, losses=losses | experts.losses, metrics=out.metrics | experts.metrics)
+        expert_losses, expert_metrics = report_balance(of_whole_sequences(out.balances, pieces))
+        out = replace(out, losses=losses | expert_losses, metrics=out.metrics | expert_metrics)
         return out, arguments["targets"]
 
     def divided(

@@ -1,4 +1,4 @@
-"""Ranks parallelism: sequences are cut into pieces, and each rank has some of them. The stores of this module
+"""Context parallelism: sequences are cut into pieces, and each rank has some of them. The stores of this module
 exchange entries, slots and states between ranks, layer by layer. They replace the stores of a memory, so no layer
 changes.
 

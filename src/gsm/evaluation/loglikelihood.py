@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from gsm.evaluation.results import Progress, Results, silent
-from gsm.models.prompts import left_pad
+from gsm.models.prompts import as_batch
 from gsm.shapes import promoted
 
 Pair = tuple[Sequence[int], Sequence[int]]  # token ids of a context and of its continuation, at least one each
@@ -119,10 +120,10 @@ def score(model: Any, batch: Sequence[Question]) -> dict[int, Score]:
     """Read the contexts of a batch once, then all continuations; return scores by the number of the pair."""
     device = next(model.parameters()).device
     each = len(batch[0].continuations)
-    tokens_BT, documents_BT = left_pad([question.context for question in batch], device)
-    padded = len({len(question.context) for question in batch}) > 1
-    out = model(tokens_BT, documents=documents_BT if padded else None, memory=model.start(len(batch)), rows=1)
-    target_NM, lengths = _padded([ids for question in batch for ids in question.continuations], device)
+    tokens_BT, documents_BT = as_batch([question.context for question in batch], device)
+    out = model(tokens_BT, documents=documents_BT, memory=model.start(len(batch)), rows=1)
+    answers = [torch.tensor(ids, dtype=torch.int64) for question in batch for ids in question.continuations]
+    target_NM = pad_sequence(answers, batch_first=True).to(device)  # on the right, where no earlier position looks
     first_N1V = promoted(out.logits).log_softmax(-1).repeat_interleave(each, dim=0)
     parts = [_at(first_N1V, target_NM[:, :1])]
     memory = out.memory.expand(each) if each > 1 and target_NM.shape[1] > 1 else out.memory
@@ -136,7 +137,7 @@ def score(model: Any, batch: Sequence[Question]) -> dict[int, Score]:
     places = [(place, question.cut) for question in batch for place in question.places]
     return {
         place: Score(float(logprob_NM[n, :length].double().sum()), bool(best_NM[n, :length].all()), cut)
-        for n, ((place, cut), length) in enumerate(zip(places, lengths, strict=True))
+        for n, ((place, cut), length) in enumerate(zip(places, map(len, answers), strict=True))
     }
 
 
@@ -171,15 +172,6 @@ def _fits(batch: Sequence[Question], rows: int) -> bool:
     each, context, continuation = (max(numbers) for numbers in zip(*(question.size for question in batch), strict=True))
     read = len(batch) * max(context, each * continuation)
     return len(batch) * each <= rows and read <= AT_ONCE
-
-
-def _padded(ids: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, list[int]]:
-    """Return continuations [N, M], filled up on the right, where no earlier position looks, and their lengths."""
-    lengths = [len(sequence) for sequence in ids]
-    tokens_NM = torch.zeros(len(ids), max(lengths), dtype=torch.int64)
-    for row, sequence in zip(tokens_NM, ids, strict=True):
-        row[: len(sequence)] = torch.tensor(sequence)
-    return tokens_NM.to(device), lengths
 
 
 def _at(logprob_NTV: Tensor, target_NT: Tensor) -> tuple[Tensor, Tensor]:

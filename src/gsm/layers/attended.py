@@ -3,7 +3,6 @@ I, section 3.1), and the shared state that every decoder layer reads (section 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -72,10 +71,6 @@ class Attended:
             pool_BRN=None if self.pool_BRN is None else last_rows(self.pool_BRN, rows),
         )
 
-    def choose(self, chosen_BRK: Tensor | None, bias_BRK: Tensor | None = None) -> Attended:
-        """Return a copy with another selection and the bias of its logits."""
-        return replace(self, chosen_BRK=chosen_BRK, bias_BRK=bias_BRK)
-
 
 class StatePart(NamedTuple):
     """One tensor of the shared state that a state reader requires of the writer.
@@ -102,7 +97,3 @@ class SharedState:
     """
 
     parts: dict[str, Tensor]
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> SharedState:
-        """Return a state with every part replaced by ``function(part)``."""
-        return SharedState({name: function(entry_BEC) for name, entry_BEC in self.parts.items()})

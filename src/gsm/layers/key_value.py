@@ -84,7 +84,7 @@ class KeyValue(nn.Module):
 
     def forward(self, x_BTD: Tensor, angles: Angles) -> Tensor:
         """Return ``entry_BTU``."""
-        key_BTGC, value_BTGC = self.projection(x_BTD).unflatten(-1, (2, self.heads, -1)).unbind(2)
+        key_BTGC, value_BTGC = self.split(self.projection(x_BTD))
         return torch.cat([rotate(key_BTGC, *angles).flatten(2), value_BTGC.flatten(2)], dim=-1)
 
     def entry(self, batch: int) -> Tensor:

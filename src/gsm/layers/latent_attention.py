@@ -6,6 +6,8 @@ the entries.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -82,15 +84,14 @@ class LatentAttention(nn.Module):
             repeats: number of consecutive copies of each row; the output of the last copy is used.
             tap_name: tap of the weights, after the prefix of this layer.
         """
-        band = (query_BRHC, window_BEC, position_BR, self.window_size, self.sink, *angles)
-        bank = () if entry_BFC is None or chosen_BRK is None else (entry_BFC, chosen_BRK, bias_BRK)
-        return attend_tapped((self, tap_name), *band, *bank, repeats=repeats)
+        band = (query_BRHC, window_BEC, position_BR, self.window_size, self.sink, angles.cos_BTP, angles.sin_BTP)
+        return attend_tapped((self, tap_name), *band, entry_BFC, chosen_BRK, bias_BRK, repeats=repeats)
 
     def choose(self, attended: Attended, selection: Selection) -> Attended:
         """Return ``attended`` with the selection and, in training, with the bias that trains its indexer."""
         if self._trains_indexer(selection):
             selection = selection._replace(bias_BRK=self.indexer_training.bias(selection))
-        return attended.choose(selection.chosen_BRK, selection.bias_BRK)
+        return replace(attended, chosen_BRK=selection.chosen_BRK, bias_BRK=selection.bias_BRK)
 
     def indexer_loss(
         self, query_BRHC: Tensor, selection: Selection, attended: Attended, span: Span, angles: Angles
@@ -148,11 +149,7 @@ def attend_tapped(
     width = min(width, window_BEC.shape[1])  # a state may be far larger than a text, and all its weights take memory
     band = (query_BRHC, window_BEC, position_BR, width, sink_H, cos_BRP, sin_BRP)
     counts = slice(repeats - 1, None, repeats)
-
-    def weights() -> Tensor:
-        return attention_weights(*band, entry_BFC, chosen_BRK, bias_BRK)[:, counts]
-
-    replaced_BRHE = tap(name, weights)
+    replaced_BRHE = tap(name, lambda: _weights(*band, entry_BFC, chosen_BRK, bias_BRK)[:, counts])
     if replaced_BRHE is not None:
         seen_BRKC, seen_BRK = (x[:, counts] for x in _seen(window_BEC, position_BR, width, entry_BFC, chosen_BRK))
         value_BRKC = promoted(seen_BRKC).masked_fill(~seen_BRK[..., None], 0)
@@ -166,7 +163,7 @@ def attend_tapped(
     return mixed_BRHC if repeats == 1 else mixed_BRHC[:, counts]
 
 
-def attention_weights(
+def _weights(
     query_BRHC: Tensor,
     window_BEC: Tensor,
     position_BR: Tensor,
@@ -174,18 +171,12 @@ def attention_weights(
     sink_H: Tensor,
     cos_BRP: Tensor,
     sin_BRP: Tensor,
-    entry_BFC: Tensor | None = None,
-    chosen_BRK: Tensor | None = None,
-    bias_BRK: Tensor | None = None,
+    entry_BFC: Tensor | None,
+    chosen_BRK: Tensor | None,
+    bias_BRK: Tensor | None,
 ) -> Tensor:
-    """Return the attention weights, which the kernels never materialise.
-
-    Arguments as in ``gsm_kernels.attend``, or without the last three as in ``attend_band``.
-
-    Returns:
-        weights_BRHE: over the window (oldest first, ``width`` places), then the selected slots, then the sink. Rows
-            sum to 1.
-    """
+    """Return the attention weights, [B, R, H, E]: over the window (oldest first, ``width`` places), then the selected
+    slots, then the sink. Rows sum to 1."""
     query_BRHC = promoted(rotate(query_BRHC, cos_BRP, sin_BRP))
     seen_BRKC, seen_BRK = _seen(window_BEC, position_BR, width, entry_BFC, chosen_BRK)
     with full_precision(query_BRHC):

@@ -6,7 +6,6 @@ L layers with experts, E experts in each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,28 +14,20 @@ from gsm.layers.experts import MixtureOfExperts
 from gsm.layers.feed_forward import Balance
 
 
-class BalanceReport(NamedTuple):
-    """The part of a training forward's output that concerns its experts.
+def report_balance(balances: Sequence[Balance]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return losses and metrics of the layers with experts, in order, for the output of a training forward.
 
-    Attributes:
-        losses: ``balance``, the sum over layers.
-        metrics: ``expert_load``, the rows of the busiest expert divided by the mean: 1 when loads are even, E / K when
-            all rows go to the same K experts. The mean over layers, and one value per layer, numbered from 1.
+    The loss is ``balance``, the sum over layers. The metric ``expert_load`` is the rows of the busiest expert divided
+    by the mean: 1 when loads are even, E / K when all rows go to the same K experts. There is the mean over layers, and
+    a value per layer, numbered from 1.
     """
-
-    losses: dict[str, Tensor]
-    metrics: dict[str, Tensor]
-
-
-def report_balance(balances: Sequence[Balance]) -> BalanceReport:
-    """Combine the balances of the layers with experts, in order."""
     if not balances:
-        return BalanceReport({}, {})
+        return {}, {}
     sent_LE = torch.stack([balance.load_E for balance in balances])
     busiest_L = sent_LE.amax(-1) * sent_LE.shape[-1] / sent_LE.sum(-1).clamp(min=1)
     each = {f"expert_load/layer{layer}": load for layer, load in enumerate(busiest_L, 1)}
     loss = torch.stack([balance.loss for balance in balances]).sum()
-    return BalanceReport({"balance": loss}, {**each, "expert_load": busiest_L.mean()})
+    return {"balance": loss}, {**each, "expert_load": busiest_L.mean()}
 
 
 def layers_with_experts(model: nn.Module) -> list[MixtureOfExperts]:

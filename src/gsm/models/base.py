@@ -252,11 +252,7 @@ class LanguageModel(nn.Module, ABC, Observable):
             documents = documents.long()
             document_B = documents[:, -1]
             position_BT = document_positions(documents, before.document_B, before.position_B)
-        span = Span(position_BT, length if rows is None else rows)
-        if memory is not None:
-            span = memory.continued(span, single_document)
-        elif single_document:
-            span = replace(span, single_document=True)
+        span = before.continued(Span(position_BT, length if rows is None else rows), single_document)
         # Autocast does not round an embedding's output, and the residual streams are most of a layer's memory traffic.
         x_BTD = lowered(self.embedding(tokens) * self.dim**0.5)
         called(self)
@@ -264,13 +260,13 @@ class LanguageModel(nn.Module, ABC, Observable):
         trace = self.run(tap("embedding", x_BTD), span, before)
         hidden_BRD = self.norm(tap("hidden", trace.hidden_BRD))
         losses, metrics = indexer_losses(trace.indexer_losses, self.indexer_weight)
-        experts = report_balance(trace.balances)
+        expert_losses, expert_metrics = report_balance(trace.balances)
         out = Output(
             hidden_BRD,
             self.head,
             loss=self._loss(hidden_BRD, targets),
-            losses=losses | experts.losses,
-            metrics=trace.metrics | metrics | experts.metrics,
+            losses=losses | expert_losses,
+            metrics=trace.metrics | metrics | expert_metrics,
             balances=trace.balances,
             modes=modes_of(hidden_BRD),
         )

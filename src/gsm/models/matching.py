@@ -44,12 +44,7 @@ class ParameterMatched(LanguageModel):
         self._build_bare = partial(make, geometry, **BARE)
         if query_rank is None:
             choices = head_counts(geometry.heads) if heads is None else [heads]
-            matched = match(
-                geometry,
-                choices,
-                lambda heads, rank: self._build_bare(heads=heads, query_rank=rank),
-                partial(Baseline, geometry, **BARE),
-            )
+            matched = match(geometry, choices, self._build_bare, partial(Baseline, geometry, **BARE))
             heads, query_rank = matched.heads, matched.rank
         self.shape = resized(geometry, heads or geometry.heads, query_rank)
 
@@ -77,7 +72,7 @@ class Match(NamedTuple):
 def match(
     geometry: Geometry,
     choices: Sequence[int],
-    make: Callable[[int, int], LanguageModel],
+    make: Callable[..., LanguageModel],
     target: Callable[[], LanguageModel],
 ) -> Match:
     """Return the first number of heads for which some query rank matches the target's number of parameters.
@@ -91,7 +86,7 @@ def match(
     Args:
         geometry: widths and depths.
         choices: numbers of heads, in order of preference.
-        make: builds the comparator from heads and rank.
+        make: builds the comparator; called with ``heads=..., query_rank=...``.
         target: builds the model to match.
 
     Raises:
@@ -104,7 +99,7 @@ def match(
             if not few < heads < many:
                 continue
             try:
-                first, second = (_parameters(make(heads, rank)) for rank in (1, 2))
+                first, second = (_parameters(make(heads=heads, query_rank=rank)) for rank in (1, 2))
             except UnfitHeads as error:
                 unfit = unfit or error
                 continue

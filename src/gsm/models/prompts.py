@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 Ids = Tensor | Sequence[int]  # token ids of one sequence
 Prompt = Ids | Sequence[Ids]  # one sequence, a batch as a tensor [B, T], or a list of sequences
@@ -34,12 +35,9 @@ def left_pad(prompts: Sequence[Ids], device: torch.device | str = "cpu") -> tupl
                 f"prompts[{number}] of {row.dtype} {list(row.shape)} is not allowed because a prompt is 1-D, of whole "
                 "numbers and not empty. Use a list of ids"
             )
-    tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64, device=device)
-    documents = torch.full_like(tokens, -1)
-    for row, ids, document in zip(rows, tokens, documents, strict=True):
-        ids[len(ids) - len(row) :] = row
-        document[len(ids) - len(row) :] = 0
-    return tokens, documents
+    rows = [row.long() for row in rows]
+    documents = [torch.zeros_like(row) for row in rows]
+    return pad_sequence(rows, True, 0, "left"), pad_sequence(documents, True, -1, "left")
 
 
 def as_batch(prompt: Prompt, device: torch.device) -> tuple[Tensor, Tensor | None]:
