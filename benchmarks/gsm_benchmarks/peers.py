@@ -51,19 +51,8 @@ def peers_of(op: str, call: Call) -> dict[str, Maker]:
     attention = op in ("attend", "attend_band")
     if not next(x for x in call.values() if isinstance(x, Tensor)).is_cuda:
         return dict(ON_A_CPU) if attention else {}
-    plain = {"eager": lambda call: eager(op), "compile": lambda call: compile_op(op, call)}
+    plain = {"eager": lambda call: using("reference")(_op(op)), "compile": lambda call: compile_op(op, call)}
     return plain | ON_A_GPU if attention else plain
-
-
-def eager(op: str) -> Peer:
-    """The reference of an operation."""
-    operation = _op(op)
-
-    def run(**call: Any) -> Any:
-        with using("reference"):
-            return operation(**call)
-
-    return run
 
 
 def compile_op(op: str, call: Call) -> Peer:

@@ -20,7 +20,6 @@ from .inputs import Inputs
 FAMILIES = ("simple_gla", "delta_rule", "gated_delta_rule", "kda")
 WIDEST = 256  # largest number of channels of a head
 
-
 missing = partial(absent, "fla", *(f"fla.ops.{family}" for family in FAMILIES))
 
 

@@ -19,7 +19,6 @@ from .inputs import Inputs
 
 NARROWEST, WIDEST = 16, 256  # channels of a head, and its slots
 
-
 missing = partial(absent, "fla", "fla.ops.gsa")
 
 
