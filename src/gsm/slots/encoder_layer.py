@@ -1,7 +1,7 @@
 """The sequence mixer of each encoder layer: the slot ``model/encoder_layer``.
 
-A Full layer builds the bank of its group. Layers below the first bank (``window``) and layers that read a bank of the
-layers below (``reuse``) may be other mixers. Stages and layers above a mixer without entries see the entries of the
+A Full layer builds the bank of its group. Layers below the first bank (``window``) and the other layers of a group
+(``reuse``) may be other mixers. Stages and layers above a mixer without entries see the entries of the
 layer below it.
 """
 
@@ -76,7 +76,7 @@ class Recurrent(Attention):
         feed_forward_convolution: of all layers, as in ``Attention``.
 
     Raises:
-        ValueError: for heads below 1, and for other roles.
+        ValueError: for heads below 1, and for no role or another one.
     """
 
     def __init__(
