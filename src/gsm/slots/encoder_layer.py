@@ -1,8 +1,7 @@
 """The sequence mixer of each encoder layer: the slot ``model/encoder_layer``.
 
 A Full layer builds the bank of its group. Layers below the first bank (``window``) and the other layers of a group
-(``reuse``) may be other mixers. Stages and layers above a mixer without entries see the entries of the
-layer below it.
+(``reuse``) may be other mixers. Stages and layers above a mixer without entries see the entries of the layer below it.
 """
 
 from __future__ import annotations
