@@ -192,8 +192,8 @@ def test_the_tables_of_a_page_are_those_of_the_committed_rows(page: str):
     assert rows.tables(text) == text, f"run: python -m gsm.experiments.rows {page}"
 
 
-# Numbers in prose: in no word, path, version or date. Three digits or more make a measurement.
-NUMBER = re.compile(r"(?<![\w.,/-])\d[\d,]*(?:\.\d+)?(?![\w/])")
+# Numbers in prose, without their signs: in no word, path, version or date. Three digits or more make a measurement.
+NUMBER = re.compile(r"(?:(?<![\w.,/-])|(?<=[\s(\[]-))\d[\d,]*(?:\.\d+)?(?![\w/])")
 
 
 def numbers(text: str) -> list[str]:
@@ -248,3 +248,4 @@ def test_a_number_without_a_source_is_seen():
     text = "In 300 steps 0.981 was reached.\n`0.5 of 777`\n<!-- rows: x -->\n888\n<!-- end -->\n"
     assert untraced(text, [0.98149]) == ["300"]
     assert untraced(text, [0.98151, 299.7]) == ["0.981"]
+    assert untraced("-0.4321 [-0.511, 0.0], 2026-11-28", [0.511]) == ["0.4321"]
