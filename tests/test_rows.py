@@ -248,4 +248,4 @@ def test_a_number_without_a_source_is_seen():
     text = "In 300 steps 0.981 was reached.\n`0.5 of 777`\n<!-- rows: x -->\n888\n<!-- end -->\n"
     assert untraced(text, [0.98149]) == ["300"]
     assert untraced(text, [0.98151, 299.7]) == ["0.981"]
-    assert untraced("It is -0.4321 [-0.511, 0.0], 2026-11-28", [0.511]) == ["0.4321"]
+    assert untraced("It is -0.4321 [-0.511, 0.0].", [0.511]) == ["0.4321"]
