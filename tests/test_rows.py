@@ -88,6 +88,18 @@ def test_the_table_of_a_marker_has_the_means_and_the_paired_intervals_of_the_row
     assert rows.tables(made, tmp_path) == made
 
 
+def test_a_table_beside_several_arms_has_the_differences_from_each(folder: Path, tmp_path: Path):
+    rows.publish(folder, tmp_path, ["bits_per_byte"])
+    made = rows.table("residual bits_per_byte against=plain,mhc", tmp_path)
+    head, _, *lines = made.splitlines()
+    assert head == "| arm | runs | bits_per_byte | minus plain | minus mhc |"
+    cells = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")[1:] for line in lines if line[:1] == "|"}
+    assert list(cells) == ["plain", "mhc"] and cells["plain"][2] == cells["mhc"][3] == "-"
+    for arm, base, number in (("mhc", "plain", 2), ("plain", "mhc", 3)):
+        alone = rows.table(f"residual bits_per_byte against={base}", tmp_path)
+        assert f"| {arm} | 3 | {cells[arm][number]} |" in alone and cells[arm][number][0] in "+-"
+
+
 def test_a_marker_without_rows_makes_a_sentence_without_a_number(tmp_path: Path):
     made = rows.tables("<!-- rows: residual bits_per_byte margin=0.005 picture=a.png -->\n<!-- end -->\n", tmp_path)
     assert made.splitlines()[2] == "`results/residual.csv` has no rows yet."

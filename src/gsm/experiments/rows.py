@@ -3,9 +3,9 @@
     python compare.py logs/residual publish=results        # append the runs of an experiment
     python -m gsm.experiments.rows docs/results.md         # rewrite the tables between the markers of a page
 
-A marker names a file of rows and its columns. The first arm, or `against=`, is subtracted from the others. A column
-`ln(a:b)` is the logarithm of the ratio of two columns. `without=0` leaves out the seed that chose an arm.
-`picture=` draws every seed of the first column:
+A marker names a file of rows and its columns. The first arm, or `against=`, is subtracted from the others; with
+`against=a,b` each of these arms is, from the first column. A column `ln(a:b)` is the logarithm of the ratio of two
+columns. `without=0` leaves out the seed that chose an arm. `picture=` draws every seed of the first column:
 
     <!-- rows: residual bits_per_byte learning_rate against=mhc picture=residual.png -->
     <!-- end -->
@@ -163,8 +163,10 @@ def table(words: str, folder: Path = RESULTS) -> str:
     if not made.runs:
         return f"`results/{name}.csv` has no rows yet."
     grids = made.grids()
-    known = options.get("against", made.rows[0].arm) == made.rows[0].arm  # or there is nothing to subtract
-    parts = [*map(grid_markdown, [grids[0], *(grids[2:] if known else [])])]
+    bases = options.get("against", made.rows[0].arm).split(",")
+    known = bases[0] == made.rows[0].arm  # or there is nothing to subtract
+    shown = [beside(made, bases)] if known and len(bases) > 1 else [grids[0], *(grids[2:] if known else [])]
+    parts = [*map(grid_markdown, shown)]
     if known and "margin" in options:
         parts.append(grid_markdown(equivalence(made, float(options["margin"]))))
     if "picture" in options:
@@ -172,6 +174,17 @@ def table(words: str, folder: Path = RESULTS) -> str:
     commits = sorted({str(run.summary["commit"])[:9] for run in made.runs})
     seeds = ", ".join(map(str, sorted({run.seed for run in made.runs})))
     return "\n\n".join([*parts, f"Rows: `results/{name}.csv`, commit {', '.join(commits)}; seeds {seeds}."])
+
+
+def beside(made: Table, bases: Sequence[str]) -> Grid:
+    """Return each arm's first column, and its difference from each of several arms."""
+    column, arms = made.columns[0], [row.arm for row in made.rows]
+    each = [summarise(made.runs, [column], sorted(arms, key=lambda arm: arm != base)).differences() for base in bases]
+    grid = [["arm", "runs", column, *(f"minus {base}" for base in bases)]]
+    for row in made.rows:
+        apart = [str(cells[row.arm][column]) if row.arm in cells else "-" for cells in each]
+        grid.append([row.arm, str(row.runs), str(row.cells[column]), *apart])
+    return grid
 
 
 def equivalence(made: Table, margin: float) -> Grid:
@@ -253,7 +266,8 @@ def _parsed(words: str, folder: Path) -> tuple[str, Table, dict[str, str]]:
         for change in filter(None, map(CHANGE.fullmatch, columns)):
             ends = run.value(change["after"]), run.value(change["before"])
             run.summary[change[0]] = math.log(ends[0] / ends[1]) if ends[0] and ends[1] else None
-    arms = sorted(dict.fromkeys(run.arm for run in trained), key=lambda arm: arm != options.get("against"))
+    first = options.get("against", "").split(",")[0]
+    arms = sorted(dict.fromkeys(run.arm for run in trained), key=lambda arm: arm != first)
     return name, summarise(trained, columns, arms), options
 
 
