@@ -98,6 +98,8 @@ def test_a_table_beside_several_arms_has_the_differences_from_each(folder: Path,
     for arm, base, number in (("mhc", "plain", 2), ("plain", "mhc", 3)):
         alone = rows.table(f"residual bits_per_byte against={base}", tmp_path)
         assert f"| {arm} | 3 | {cells[arm][number]} |" in alone and cells[arm][number][0] in "+-"
+    absent = rows.table("residual bits_per_byte against=plain,mhc_two_pass", tmp_path).splitlines()
+    assert absent[0].endswith("| minus mhc_two_pass |") and all(line.endswith("| - |") for line in absent[2:4])
 
 
 def test_a_marker_without_rows_makes_a_sentence_without_a_number(tmp_path: Path):
