@@ -178,11 +178,7 @@ def table(words: str, folder: Path = RESULTS) -> str:
 
 def beside(made: Table, bases: Sequence[str]) -> Grid:
     """Return each arm's first column, and its difference from each of several arms; `-` for one without runs."""
-    column, arms = made.columns[0], [row.arm for row in made.rows]
-    each = [
-        summarise(made.runs, [column], sorted(arms, key=lambda arm: arm != base)).differences() if base in arms else {}
-        for base in bases
-    ]
+    column, each = made.columns[0], [made.differences(base) for base in bases]
     grid = [["arm", "runs", column, *(f"minus {base}" for base in bases)]]
     for row in made.rows:
         apart = [str(cells[row.arm][column]) if row.arm in cells else "-" for cells in each]

@@ -169,22 +169,29 @@ class Table:
             "differences": {"to": self.rows[0].arm if self.rows else None, "arms": differences},
         }
 
-    def differences(self) -> dict[str, dict[str, Cell]]:
-        """Return every other arm minus the first, column by column, over their common seeds, on the same task.
+    def differences(self, base: str | None = None) -> dict[str, dict[str, Cell]]:
+        """Return every other arm minus ``base``, column by column, over their common seeds, on the same task.
 
         Runs of one seed see the same data in the same order: the effect of a seed on both is not in their difference.
+
+        Args:
+            base: name of an arm; None: the first. Cells are empty for an arm without runs.
         """
+        if not self.rows:
+            return {}
+        base = self.rows[0].arm if base is None else base
         run_of = {(run.arm, run.seed, run.task): run for run in self.runs}
         pairs = {
             row.arm: [
-                (run, run_of[self.rows[0].arm, seed, task])
+                (run, run_of[base, seed, task])
                 for (arm, seed, task), run in run_of.items()
-                if arm == row.arm and (self.rows[0].arm, seed, task) in run_of
+                if arm == row.arm and (base, seed, task) in run_of
             ]
-            for row in self.rows[1:]
+            for row in self.rows
+            if row.arm != base
         }
         return {
-            arm: {c: over_pairs((run.value(c), base.value(c)) for run, base in both) for c in self.columns}
+            arm: {c: over_pairs((run.value(c), other.value(c)) for run, other in both) for c in self.columns}
             for arm, both in pairs.items()
         }
 
