@@ -4,8 +4,9 @@
     python -m gsm.experiments.rows docs/results.md         # rewrite the tables between the markers of a page
 
 A marker names a file of rows and its columns. The first arm, or `against=`, is subtracted from the others; with
-`against=a,b` each of these arms is, from the first column. A column `ln(a:b)` is the logarithm of the ratio of two
-columns. `without=0` leaves out the seed that chose an arm. `picture=` draws every seed of the first column:
+`against=a,b` each of these arms is, from the first column. `arms=a,b` shows these arms in this order. A column
+`ln(a:b)` is the logarithm of the ratio of two columns. `without=0` leaves out the seed that chose an arm. `picture=`
+draws every seed of the first column:
 
     <!-- rows: residual bits_per_byte learning_rate against=mhc picture=residual.png -->
     <!-- end -->
@@ -165,7 +166,8 @@ def table(words: str, folder: Path = RESULTS) -> str:
     grids = made.grids()
     bases = options.get("against", made.rows[0].arm).split(",")
     known = bases[0] == made.rows[0].arm  # or there is nothing to subtract
-    shown = [beside(made, bases)] if known and len(bases) > 1 else [grids[0], *(grids[2:] if known else [])]
+    joint = known and (len(bases) > 1 or len(made.measured) == 1)
+    shown = [beside(made, bases)] if joint else [grids[0], *(grids[2:] if known else [])]
     parts = [*map(grid_markdown, shown)]
     if known and "margin" in options:
         parts.append(grid_markdown(equivalence(made, float(options["margin"]))))
@@ -177,12 +179,16 @@ def table(words: str, folder: Path = RESULTS) -> str:
 
 
 def beside(made: Table, bases: Sequence[str]) -> Grid:
-    """Return each arm's first column, and its difference from each of several arms; `-` for one without runs."""
+    """Return the table of means with the first column's difference from each of `bases` behind this column.
+
+    The difference from an arm without runs is `-`.
+    """
     column, each = made.columns[0], [made.differences(base) for base in bases]
-    grid = [["arm", "runs", column, *(f"minus {base}" for base in bases)]]
-    for row in made.rows:
-        apart = [str(cells[row.arm][column]) if row.arm in cells else "-" for cells in each]
-        grid.append([row.arm, str(row.runs), str(row.cells[column]), *apart])
+    (arm, runs, first, *others), *lines = made.grids()[0]
+    grid = [[arm, runs, first, *(f"minus {base}" for base in bases), *others]]
+    for line in lines:
+        apart = [str(cells[line[0]][column]) if line[0] in cells else "-" for cells in each]
+        grid.append([*line[:3], *apart, *line[3:]])
     return grid
 
 
@@ -266,8 +272,8 @@ def _parsed(words: str, folder: Path) -> tuple[str, Table, dict[str, str]]:
             ends = run.value(change["after"]), run.value(change["before"])
             run.summary[change[0]] = math.log(ends[0] / ends[1]) if ends[0] and ends[1] else None
     first = options.get("against", "").split(",")[0]
-    arms = sorted(dict.fromkeys(run.arm for run in trained), key=lambda arm: arm != first)
-    return name, summarise(trained, columns, arms), options
+    arms = options["arms"].split(",") if "arms" in options else dict.fromkeys(run.arm for run in trained)
+    return name, summarise(trained, columns, sorted(arms, key=lambda arm: arm != first)), options
 
 
 def _composed(folder: Path, summary: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:

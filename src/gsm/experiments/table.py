@@ -21,6 +21,7 @@ from gsm.tables import WIDTH, Grid, grid_csv, grid_markdown, grid_text, number_t
 
 CONTENTS = "experiment.json"  # the arms of an experiment in their order, and the columns of its table
 COLUMNS = ("bits_per_byte", "val_loss")
+PROPERTIES = ("parameters", "learning_rate", "cache_bytes", "state_bytes")  # no seed of an arm changes them
 FOOTNOTE = (
     "mean +- sample standard deviation over the seeds; of differences, mean and 95 % interval (paired Student's t) "
     "over the seeds that both arms have, from three on"
@@ -89,6 +90,11 @@ class Table:
     runs: tuple[RunSummary, ...] = field(repr=False)
     tuned: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
+    @property
+    def measured(self) -> list[str]:
+        """The columns without ``PROPERTIES``; all of them, where there is no other."""
+        return [name for name in self.columns if name not in PROPERTIES] or list(self.columns)
+
     def text(self, width: int = WIDTH) -> str:
         """Return plain ASCII; columns beyond ``width`` characters go below, beside their arms again."""
         return "\n\n".join(grid_text(grid, width) for grid in self.grids())
@@ -99,11 +105,14 @@ class Table:
 
     def grids(self) -> list[Grid]:
         """Return means over seeds; with several seeds, also the first column seed by seed, and the differences, where
-        two arms share two seeds or more."""
+        two arms share two seeds or more.
+
+        ``PROPERTIES`` have no spread where seeds agree, and no difference unless they are all that the table has.
+        """
         grids = [[["arm", "runs", *self._keys, *self.columns]]]
-        grids[0] += [
-            [row.arm, str(row.runs), *self._values(row.arm), *map(str, row.cells.values())] for row in self.rows
-        ]
+        for row in self.rows:
+            cells = {name: self._without_spread(name, cell) for name, cell in row.cells.items()}
+            grids[0].append([row.arm, str(row.runs), *self._values(row.arm), *map(str, cells.values())])
         seeds = sorted({run.seed for run in self.runs})
         for column in self.columns[:1] if len(seeds) > 1 else ():
             first = {(run.arm, run.seed): run.value(column) for run in self.runs if run.value(column) is not None}
@@ -112,12 +121,16 @@ class Table:
         counts = {arm: max(cell.count for cell in cells.values()) for arm, cells in self.differences().items()}
         if max(counts.values(), default=0) > 1:
             rows = [
-                [arm, str(counts[arm]), *map(str, cells.values())]
+                [arm, str(counts[arm]), *(str(cells[name]) for name in self.measured)]
                 for arm, cells in self.differences().items()
                 if counts[arm]
             ]
-            grids.append([[f"minus {self.rows[0].arm}", "seeds", *self.columns], *rows])
+            grids.append([[f"minus {self.rows[0].arm}", "seeds", *self.measured], *rows])
         return grids
+
+    @staticmethod
+    def _without_spread(name: str, cell: Cell) -> Cell:
+        return replace(cell, spread=None) if name in PROPERTIES and cell.spread == 0 else cell
 
     def verdicts(self) -> list[str]:
         """Return a sentence on the first column: arms that differ from the first, by a paired t-test at 95 %."""
