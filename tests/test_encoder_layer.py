@@ -163,17 +163,21 @@ def test_gsm_recurrent_has_the_parameters_of_gsm_at_every_size(size: str):
     with torch.device("meta"):
         paper, recurrent = (gsm.build_model(name, size=size) for name in ("gsm", "gsm_recurrent"))
     assert {type(block.attention).__name__ for block in recurrent.encoder} == {GDN, "SparseAttention"}
+    assert all(block.convolution.weight.shape[-1] == CONVOLUTION for block in recurrent.encoder)
+    assert all(block.convolution is None for block in paper.encoder)
     assert abs(recurrent.parameter_report().total / paper.parameter_report().total - 1) < 0.015
+    states = [cost(model).cache_bytes(500)["shared_state"] for model in (paper, recurrent)]
+    assert states[0] == states[1] > 0
 
 
-def test_the_variant_of_the_text_has_the_parameters_of_its_comparator():
+def test_models_compared_on_text_have_the_same_parameters_within_a_hundredth():
     arms = compose(["experiment=convolved"])["arms"]
     with torch.device("meta"):
-        totals = [
-            gsm.build_model("gsm", size="nano", overrides=arms[arm]).parameter_report().total
-            for arm in ("deep_recurrent", "deep_reuse", "gated_delta_net")
-        ]
-    assert max(totals) / min(totals) < 1.01
+        totals = {
+            arm: gsm.build_model("gsm", size="nano", overrides=words).parameter_report().total
+            for arm, words in arms.items()
+        }
+    assert max(totals.values()) / min(totals.values()) < 1.01, totals
 
 
 def test_heads_are_chosen_without_a_random_number_and_can_be_set():

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from lightning import Trainer
 
 from gsm.config.check import ConfigError
+from gsm.config.compose import compose
+from gsm.config.load import instantiate_model
 from gsm.experiments import SEVERAL, rows
 from gsm.paths import ROOT
 from gsm.provenance import processor
@@ -174,7 +177,7 @@ def test_the_interval_over_books_is_of_books_and_the_verdict_of_seeds(tmp_path: 
     made = rows.table("x books/bits_per_byte against=gsm without=1", tmp_path)
     assert re.search(r"\| near \| 2 \| .* \| \+0.0010 \|", made) and "seeds 0, 2." in made
     with pytest.raises(
-        ConfigError, match=r"^without=3 is not allowed because x.csv has no run with this seed. Use .* 0, 1, 2"
+        ConfigError, match=r"^without=3 is not allowed because x.csv has no run with this seed. Use some of 0, 1, 2"
     ):
         rows.table("x books/bits_per_byte without=3", tmp_path)
     made = rows.table("x books/bits_per_byte against=gsm margin=0.005", tmp_path)
@@ -275,6 +278,42 @@ def untraced(text: str, known: list[float]) -> list[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_number_in_prose_has_a_source(page: str):
     assert not untraced((ROOT / page).read_text(), pool())
+
+
+def triples(text: str) -> set[tuple[str, ...]]:
+    """The differences with intervals of a text, as in `0.0035 [-0.0010, 0.0080]`, each in both directions."""
+    number = r"([+-]?\d[\d,]*\.\d{3,})"
+    known = [tuple(x.lstrip("+") for x in each) for each in re.findall(rf"{number} \[{number},\s{number}\]", text)]
+    opposite = [(x.removeprefix("-") if x[0] == "-" else f"-{x}") for each in known for x in each]
+    turned = zip(opposite[::3], opposite[2::3], opposite[1::3], strict=True)
+    return {*known, *turned}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_interval_in_prose_is_that_of_a_table(page: str):
+    tables = [match["body"] for name in PAGES for match in rows.MARKED.finditer((ROOT / name).read_text())]
+    assert not triples(prose((ROOT / page).read_text())) - triples("\n".join(tables))
+
+
+def test_an_interval_of_no_table_is_seen():
+    table = triples("| +0.0035 [-0.0010, 0.0080] |")
+    assert table == triples("-0.0035 [-0.0080,\n0.0010]") and table != triples("0.0035 [-0.0010, 0.0081]")
+
+
+EXPERIMENTS = {"convolved_1m": "convolved", "encoder_layer": "ablate_encoder_layer", "residual": "ablate_residual"}
+EXPERIMENTS["residual_needles"] = "ablate_residual_needles size=nano"
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in rows.RESULTS.glob("*.csv")))
+def test_an_arm_has_the_parameters_of_its_rows(name: str):
+    """An arm that becomes another model needs another name: its rows are those of the model before."""
+    words = f"experiment={EXPERIMENTS.get(name, name)}".split()
+    arms = {"gsm": []} if name == "default" else compose(words)["arms"]
+    of_rows = {run.arm: run.value("parameters") for run in rows.runs(rows.RESULTS / f"{name}.csv")}
+    for arm in arms.keys() & of_rows.keys():
+        config = compose([*(() if name == "default" else words), "arms=null", "seeds=null", *arms[arm]])
+        with torch.device("meta"):
+            assert instantiate_model(config).parameter_report().total == of_rows[arm], arm
 
 
 def test_a_number_without_a_source_is_seen():

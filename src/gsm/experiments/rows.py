@@ -5,8 +5,8 @@
 
 A marker names a file of rows and its columns. The first arm, or `against=`, is subtracted from the others; with
 `against=a,b` each of these arms is, from the first column. `arms=a,b` shows these arms in this order. A column
-`ln(a:b)` is the logarithm of the ratio of two columns. `without=0` leaves out the seed that chose an arm. `picture=`
-draws every seed of the first column:
+`ln(a:b)` is the logarithm of the ratio of two columns. `without=0,1` leaves out seeds, such as the seed that chose an
+arm. `picture=` draws every seed of the first column:
 
     <!-- rows: residual bits_per_byte learning_rate against=mhc picture=residual.png -->
     <!-- end -->
@@ -14,7 +14,9 @@ draws every seed of the first column:
 `margin=` adds a test of equivalence of the column `<run>/bits_per_byte`, which `evaluate:` of an experiment measures:
 the arms' differences with an interval over seeds and an interval over books.
 
-    <!-- costs: size=nano gsm baseline gated_delta_net -->    the cost model's bytes and operations, bfloat16
+The cost model's bytes and operations, in bfloat16; a model's own overrides stand behind it, in place of the first word:
+
+    <!-- costs: size=nano gsm gsm_recurrent,size=nano_deep gated_delta_net -->
     <!-- end -->
 """
 
@@ -236,10 +238,17 @@ def costs(words: str) -> str:
     heads = [f"{name}, {length_text(length)}" for name in ("cache, bytes", "decoding, MFLOP") for length in LENGTHS]
     grid = [[f"model ({size.removeprefix('size=')})", *heads]]
     for name in models:
+        model_name, *overrides = name.split(",")
         with torch.device("meta"):
-            model = cost(build_model(name, overrides=[size]))
+            model = cost(build_model(model_name, overrides=overrides or [size]))
         held = [f"{sum(model.cache_bytes(tokens).values()):,}" for tokens in LENGTHS]
-        grid.append([name, *held, *(f"{sum(model.decode_flops(tokens).values()) / 1e6:,.1f}" for tokens in LENGTHS)])
+        grid.append(
+            [
+                name.replace(",", " "),
+                *held,
+                *(f"{sum(model.decode_flops(tokens).values()) / 1e6:,.1f}" for tokens in LENGTHS),
+            ]
+        )
     return grid_markdown(grid)
 
 
@@ -261,12 +270,13 @@ def _parsed(words: str, folder: Path) -> tuple[str, Table, dict[str, str]]:
     options = dict(word.split("=", 1) for word in rest if "=" in word)
     columns, path = [word for word in rest if "=" not in word], folder / f"{name}.csv"
     known = runs(path) if path.is_file() else []
-    trained = [run for run in known if str(run.seed) != options.get("without")]
-    if known and "without" in options and len(trained) == len(known):
+    without, seeds = options.get("without", "").split(","), {str(run.seed) for run in known}
+    if known and "without" in options and not seeds.issuperset(without):
         raise ConfigError(
-            f"without={options['without']} is not allowed because {path.name} has no run with this seed. Use one of "
-            f"{', '.join(map(str, sorted({run.seed for run in known})))}"
+            f"without={options['without']} is not allowed because {path.name} has no run with this seed. Use some of "
+            f"{', '.join(sorted(seeds, key=int))}"
         )
+    trained = [run for run in known if str(run.seed) not in without]
     for run in trained:
         for change in filter(None, map(CHANGE.fullmatch, columns)):
             ends = run.value(change["after"]), run.value(change["before"])
