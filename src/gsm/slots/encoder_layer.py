@@ -25,12 +25,17 @@ from gsm.layers.sparse import Role, SparseAttention
 class EncoderLayer(ABC):
     """Base of all variants.
 
-    Attributes:
+    Args:
         feed_forward_convolution: tokens that a short convolution before each feed-forward of the encoder sees; 1: no
             convolution.
+
+    Raises:
+        ValueError: below 1, or above 1,024.
     """
 
-    feed_forward_convolution: int = 1
+    def __init__(self, feed_forward_convolution: int = 1):
+        within(1, 1024, feed_forward_convolution=feed_forward_convolution)
+        self.feed_forward_convolution = feed_forward_convolution
 
     @abstractmethod
     def layer(self, shape: Shape, role: Role, *, geometry: MixerGeometry, **common: Any) -> Mixer:
@@ -46,15 +51,7 @@ class EncoderLayer(ABC):
 
 
 class Attention(EncoderLayer):
-    """Sparse attention in every layer: the paper's (section 3.1).
-
-    Args:
-        feed_forward_convolution: tokens that a short convolution before each feed-forward sees; 1: no convolution.
-    """
-
-    def __init__(self, feed_forward_convolution: int = 1):
-        within(1, 1024, feed_forward_convolution=feed_forward_convolution)
-        self.feed_forward_convolution = feed_forward_convolution
+    """Sparse attention in every layer: the paper's (section 3.1)."""
 
     def layer(self, shape: Shape, role: Role, *, geometry: MixerGeometry, **common: Any) -> Mixer:
         """Build the attention."""
@@ -64,7 +61,7 @@ class Attention(EncoderLayer):
 ATTENTION = Attention()
 
 
-class Recurrent(Attention):
+class Recurrent(EncoderLayer):
     """Recurrences, or any other mixers, in the layers of some roles; sparse attention in the others.
 
     Args:
@@ -72,7 +69,7 @@ class Recurrent(Attention):
         roles: of the layers with these mixers: ``window``, ``reuse`` or both. A Full layer builds a bank.
         heads: heads of these mixers; None: the divisor of the size's that brings the number of their parameters
             nearest to that of the attention that they replace.
-        feed_forward_convolution: of all layers, as in ``Attention``.
+        feed_forward_convolution: of all layers, as in ``EncoderLayer``.
 
     Raises:
         ValueError: for heads below 1, and for no role or another one.
@@ -96,7 +93,7 @@ class Recurrent(Attention):
 
     def layer(self, shape: Shape, role: Role, *, geometry: MixerGeometry, **common: Any) -> Mixer:
         """Build the mixer, or the attention of a layer of another role."""
-        attention = partial(super().layer, shape, role, geometry=geometry, **common)
+        attention = partial(SparseAttention, shape, role, **common)
         if role not in self.roles:
             return attention()
         mixer = partial(self.mixer, geometry=geometry, name=common["name"])
