@@ -43,6 +43,16 @@ def test_the_table_holds_mean_and_sample_deviation(tmp_path: Path):
     assert json.loads(json.dumps(table.plain()))["arms"]["a"]["seeds"]["2"]["loss"] == 4.0
 
 
+def test_a_difference_that_is_the_same_with_every_seed_has_no_interval(tmp_path: Path):
+    for seed, value in enumerate([1.0, 0.5, 0.75]):
+        write_run(tmp_path, "a", seed, accuracy=value)
+        write_run(tmp_path, "b", seed, accuracy=value)
+        write_run(tmp_path, "c", seed, accuracy=value - 0.25 * (seed == 2))
+    differences = summarise(read_runs(tmp_path), ["accuracy"], ["a", "b", "c"]).differences()
+    assert str(differences["b"]["accuracy"]) == "+0.0000"
+    assert str(differences["c"]["accuracy"]) == "-0.0833 [-0.4419, 0.2752]", "t(2) * 0.25 / 3"
+
+
 def test_runs_that_say_nothing_useful_are_no_numbers(tmp_path: Path):
     write_run(tmp_path, "a", 0, loss=float("nan"), name="x", flag=True)
     write_run(tmp_path, "a", 1, loss=2.0, status="interrupted")

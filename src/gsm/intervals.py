@@ -56,7 +56,7 @@ class Cell:
         if self.scale is None:
             return number(self.mean) + (f" +- {number(self.spread)}" if self.spread is not None else "")
         middle = f"{'-' if self.mean < 0 else '+'}{number(abs(self.mean))}"
-        if self.spread is None:
+        if not self.spread:  # too few seeds, or the same difference with each of them
             return middle
         return f"{middle} [{number(self.mean - self.spread)}, {number(self.mean + self.spread)}]"
 
