@@ -21,6 +21,7 @@ QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.2
 MIDDLE = (0.025, 0.975)  # quantiles of the draws between which the interval lies
 DRAWS = 10_000
 SEED = 0  # of the draws
+ROUNDING = 1e-12  # relative errors of a difference that is the same with every seed
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Cell:
         if self.scale is None:
             return number(self.mean) + (f" +- {number(self.spread)}" if self.spread is not None else "")
         middle = f"{'-' if self.mean < 0 else '+'}{number(abs(self.mean))}"
-        if not self.spread:  # too few seeds, or the same difference with each of them
+        if self.spread is None or self.spread <= ROUNDING * self.scale:  # two seeds, or the same with each
             return middle
         return f"{middle} [{number(self.mean - self.spread)}, {number(self.mean + self.spread)}]"
 

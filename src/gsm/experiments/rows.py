@@ -4,9 +4,10 @@
     python -m gsm.experiments.rows docs/results.md         # rewrite the tables between the markers of a page
 
 A marker names a file of rows and its columns. The first arm, or `against=`, is subtracted from the others; with
-`against=a,b` each of these arms is, from the first column. `arms=a,b` shows these arms in this order. A column
-`ln(a:b)` is the logarithm of the ratio of two columns. `without=0,1` leaves out seeds, such as the seed that chose an
-arm. `picture=` draws every seed of the first column:
+`against=a,b` each of these arms is, from the first column, and a difference over fewer seeds than the arm has names
+their number. `arms=a,b` shows these arms. A column `ln(a:b)` is the logarithm of the ratio of two columns.
+`without=0,1` leaves out seeds, such as the seed that chose an arm. `split=tuning` shows the attempts of tuning, by
+rate. `picture=` draws every seed of the first column:
 
     <!-- rows: residual bits_per_byte learning_rate against=mhc picture=residual.png -->
     <!-- end -->
@@ -14,7 +15,7 @@ arm. `picture=` draws every seed of the first column:
 `margin=` adds a test of equivalence of the column `<run>/bits_per_byte`, which `evaluate:` of an experiment measures:
 the arms' differences with an interval over seeds and an interval over books.
 
-The cost model's bytes and operations, in bfloat16; a model's own overrides stand behind it, in place of the first word:
+The cost model's bytes and operations, in bfloat16; a model's own overrides stand behind it, and may have its size:
 
     <!-- costs: size=nano gsm gsm_recurrent,size=nano_deep gated_delta_net -->
     <!-- end -->
@@ -44,7 +45,7 @@ from gsm.evaluation.checkpoints import TRAINED
 from gsm.experiments import SEVERAL
 from gsm.experiments.table import RunSummary, Table, summarise
 from gsm.files import damage, read_json, write_whole
-from gsm.intervals import over_windows
+from gsm.intervals import Cell, over_windows
 from gsm.paths import ROOT
 from gsm.tables import Grid, grid_markdown, length_text
 
@@ -140,10 +141,19 @@ def read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
         return list(reader.fieldnames or ()), list(reader)
 
 
-def runs(path: Path) -> list[RunSummary]:
-    """Return the finished runs of a file that were measured on the validation split, the newest row of each seed."""
-    newest = {(line["arm"], line["seed"]): line for line in read(path)[1] if line["split"] != "tuning"}
-    known = [RunSummary(arm, int(seed), path, _nested(line)) for (arm, seed), line in newest.items() if arm and seed]
+def runs(path: Path, split: str = "validation") -> list[RunSummary]:
+    """Return the finished runs of a file that were measured on a split, the newest row of each seed.
+
+    Args:
+        path: of the file.
+        split: ``validation``, or ``tuning``: the attempts, as arms ``<arm> <rate>``.
+    """
+    newest: dict[tuple[str, str], dict[str, str]] = {}
+    for line in read(path)[1]:
+        tuning = line["split"] == "tuning"
+        if tuning == (split == "tuning") and line["arm"] and line["seed"]:
+            newest[f"{line['arm']} {line['learning_rate']}" if tuning else line["arm"], line["seed"]] = line
+    known = [RunSummary(arm, int(seed), path, _nested(line)) for (arm, seed), line in newest.items()]
     return [run for run in known if run.finished]
 
 
@@ -167,7 +177,7 @@ def table(words: str, folder: Path = RESULTS) -> str:
         return f"`results/{name}.csv` has no rows yet."
     grids = made.grids()
     bases = options.get("against", made.rows[0].arm).split(",")
-    known = bases[0] == made.rows[0].arm  # or there is nothing to subtract
+    known = bases[0] == made.rows[0].arm and "split" not in options  # or there is nothing to subtract
     joint = known and (len(bases) > 1 or len(made.measured) == 1)
     shown = [beside(made, bases)] if joint else [grids[0], *(grids[2:] if known else [])]
     parts = [*map(grid_markdown, shown)]
@@ -183,13 +193,15 @@ def table(words: str, folder: Path = RESULTS) -> str:
 def beside(made: Table, bases: Sequence[str]) -> Grid:
     """Return the table of means with the first column's difference from each of `bases` behind this column.
 
-    The difference from an arm without runs is `-`.
+    The difference from an arm without runs is `-`; one over fewer seeds than the arm has runs names their number.
     """
     column, each = made.columns[0], [made.differences(base) for base in bases]
     (arm, runs, first, *others), *lines = made.grids()[0]
     grid = [[arm, runs, first, *(f"minus {base}" for base in bases), *others]]
     for line in lines:
-        apart = [str(cells[line[0]][column]) if line[0] in cells else "-" for cells in each]
+        cells = [differences.get(line[0], {}).get(column, Cell()) for differences in each]
+        fewer = [f", {cell.count} seeds" if 0 < cell.count < int(line[1]) else "" for cell in cells]
+        apart = [f"{cell}{seeds}" for cell, seeds in zip(cells, fewer, strict=True)]
         grid.append([*line[:3], *apart, *line[3:]])
     return grid
 
@@ -239,8 +251,10 @@ def costs(words: str) -> str:
     grid = [[f"model ({size.removeprefix('size=')})", *heads]]
     for name in models:
         model_name, *overrides = name.split(",")
+        if not any(word.startswith("size=") for word in overrides):
+            overrides.insert(0, size)
         with torch.device("meta"):
-            model = cost(build_model(model_name, overrides=overrides or [size]))
+            model = cost(build_model(model_name, overrides=overrides))
         held = [f"{sum(model.cache_bytes(tokens).values()):,}" for tokens in LENGTHS]
         grid.append(
             [
@@ -269,7 +283,7 @@ def _parsed(words: str, folder: Path) -> tuple[str, Table, dict[str, str]]:
     name, *rest = words.split()
     options = dict(word.split("=", 1) for word in rest if "=" in word)
     columns, path = [word for word in rest if "=" not in word], folder / f"{name}.csv"
-    known = runs(path) if path.is_file() else []
+    known = runs(path, options.get("split", "validation")) if path.is_file() else []
     without, seeds = options.get("without", "").split(","), {str(run.seed) for run in known}
     if known and "without" in options and not seeds.issuperset(without):
         raise ConfigError(
@@ -282,7 +296,13 @@ def _parsed(words: str, folder: Path) -> tuple[str, Table, dict[str, str]]:
             ends = run.value(change["after"]), run.value(change["before"])
             run.summary[change[0]] = math.log(ends[0] / ends[1]) if ends[0] and ends[1] else None
     first = options.get("against", "").split(",")[0]
-    arms = options["arms"].split(",") if "arms" in options else dict.fromkeys(run.arm for run in trained)
+    with_runs = dict.fromkeys(run.arm for run in trained)
+    arms = options["arms"].split(",") if "arms" in options else with_runs
+    if unknown := [arm for arm in arms if with_runs and arm not in with_runs]:
+        raise ConfigError(
+            f"arms={options['arms']} is not allowed because {path.name} has no run of {unknown[0]}. Use some of "
+            f"{', '.join(with_runs)}"
+        )
     return name, summarise(trained, columns, sorted(arms, key=lambda arm: arm != first)), options
 
 
