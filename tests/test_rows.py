@@ -181,7 +181,7 @@ def test_the_interval_over_books_is_of_books_and_the_verdict_of_seeds(tmp_path: 
     ):
         rows.table("x books/bits_per_byte without=3", tmp_path)
     with pytest.raises(
-        ConfigError, match=r"^arms=gsm,nea is not allowed because x.csv has no run of nea. Use some of "
+        ConfigError, match=r"^unknown arm 'nea'; did you mean near\? Known in x.csv: far, gsm, near, uneven"
     ):
         rows.table("x books/bits_per_byte arms=gsm,nea", tmp_path)
     made = rows.table("x books/bits_per_byte against=gsm margin=0.005", tmp_path)
@@ -206,11 +206,13 @@ def test_an_arm_of_several_runs_has_the_row_of_the_last_that_trains(folder: Path
     for name, rate in (("a_later", 1e-3), ("train", 4e-3)):
         (run / name / ".hydra").mkdir(parents=True)
         (run / name / ".hydra/config.yaml").write_text(yaml.safe_dump({"optimizer": {"learning_rate": rate}}))
-        (run / name / ".hydra/overrides.yaml").write_text(yaml.safe_dump([f"run={name}"]))
+        (run / name / ".hydra/overrides.yaml").write_text(
+            yaml.safe_dump([f"run={name}", "start_from=/a b/logs/x/last.ckpt"])
+        )
     parts = {"trained": ["train", "a_later"], "runs": {name: {"folder": name} for name in ("train", "a_later")}}
     (run / "summary.json").write_text(json.dumps({**json.loads((run / "summary.json").read_text()), **parts}))
     made = rows.row(run, ["learning_rate", "command"])
-    assert made == {"learning_rate": "0.001", "command": "python train.py run=a_later"}
+    assert made == {"learning_rate": "0.001", "command": "python train.py run=a_later start_from=logs/x/last.ckpt"}
 
 
 def test_a_picture_is_drawn_where_a_table_has_changed(folder: Path, tmp_path: Path):

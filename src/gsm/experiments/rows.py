@@ -39,7 +39,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from gsm import plots
-from gsm.config.check import ConfigError
+from gsm.config.check import ConfigError, unknown
 from gsm.config.options import saved
 from gsm.evaluation.checkpoints import TRAINED
 from gsm.experiments import SEVERAL
@@ -56,6 +56,7 @@ FACTS = (
     *("device", "versions"),
 )
 LOCAL = ("folder=", "logs=", "jobs=", *(f"{key}=null" for key in SEVERAL))  # where a run lies, and who started it
+ABOVE = re.compile(r"^start_from=/.*/(?=logs/)")  # the machine's part of the path of a checkpoint
 BITS, SUMS = "/bits_per_byte", "/by_document"  # of an evaluation: its number, and nats and bytes of every document
 MARKED = re.compile(r"(<!-- (?P<kind>rows|costs): (?P<words>[^\n]+?) -->)\n(?P<body>.*?)(<!-- end -->)", re.DOTALL)
 CHANGE = re.compile(r"ln\((?P<after>[^\s:]+):(?P<before>[^\s:]+)\)")
@@ -116,13 +117,14 @@ def row(folder: Path, columns: Sequence[str]) -> dict[str, str]:
     corpus = data.get("corpus") or (summary.get("choices") or {}).get("data")
     commit = str(summary.get("commit") or "")
     path = str((config.get("data") or {}).get("path") or "")
+    words = [ABOVE.sub("start_from=", word) for word in words if not word.startswith(LOCAL)]
     facts = {
         **{name: summary.get(name) for name in ("experiment", "arm", "seed", "status", "reason", "device")},
         "split": (config.get("data") or {}).get("held_out", "validation"),
         "commit": commit.removesuffix("+"),
         "clean": ("no" if commit.endswith("+") else "yes") if commit else "",
         "sources": summary.get("sources"),
-        "command": shlex.join(["python", "train.py", *(word for word in words if not word.startswith(LOCAL))]),
+        "command": shlex.join(["python", "train.py", *words]),
         "corpus": Path(path).name if corpus == "folder" and path else corpus,
         "corpus_sha256": data.get("digest"),
         "optimizer": str(optimizer.get("_target_", "")).rpartition(".")[2],
@@ -298,11 +300,9 @@ def _parsed(words: str, folder: Path) -> tuple[str, Table, dict[str, str]]:
     first = options.get("against", "").split(",")[0]
     with_runs = dict.fromkeys(run.arm for run in trained)
     arms = options["arms"].split(",") if "arms" in options else with_runs
-    if unknown := [arm for arm in arms if with_runs and arm not in with_runs]:
-        raise ConfigError(
-            f"arms={options['arms']} is not allowed because {path.name} has no run of {unknown[0]}. Use some of "
-            f"{', '.join(with_runs)}"
-        )
+    for arm in arms:
+        if with_runs and arm not in with_runs:
+            raise unknown("arm", arm, with_runs, path.name)
     return name, summarise(trained, columns, sorted(arms, key=lambda arm: arm != first)), options
 
 
