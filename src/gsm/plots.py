@@ -40,8 +40,10 @@ MANY = 6  # largest number of arms with a legend inside the axes
 REMEDY = f"pictures need matplotlib: {paths.install('plots')}"
 LABELS = {
     "accuracy": "questions answered (fraction)",
+    "answered": "questions answered (fraction)",
     "bits_per_byte": "bits per byte of held-out text",
     "cache_bytes": "everything remembered (bytes)",
+    "decoder_bytes": "the decoder's own memory (bytes)",
     "state_bytes": "decoder's state (bytes)",
     "train/loss": "training loss (nats per token)",
     "tokens_per_second": "training speed (tokens/s)",
@@ -252,7 +254,11 @@ def _mean(values: Iterable[float | None]) -> float:
 
 
 def lengths(
-    panels: Sequence[Axes], tasks: Mapping[str, Mapping[str, Sequence[Mapping[int, float]]]], x: str, y: str, top: float
+    panels: Sequence[Axes],
+    tasks: Mapping[str, Mapping[str, Sequence[Mapping[int, float]]]],
+    x: str,
+    y: str,
+    top: float | Mapping[str, float],
 ) -> None:
     """Draw one panel per task, in it one line per arm over the tested lengths, as in ``curves``; one legend.
 
@@ -260,7 +266,7 @@ def lengths(
         panels: axes to draw on, at least one for each task, from a figure of one row or several.
         tasks: by name, by arm, for each seed its values by length.
         x, y: labels of the axes, with units.
-        top: the highest possible value; the lowest is 0.
+        top: the highest possible value; the lowest is 0. By task: one that is not in it has a logarithmic axis.
     """
     from matplotlib.ticker import NullFormatter
 
@@ -270,7 +276,11 @@ def lengths(
     for axes, (task, arms) in zip(panels, tasks.items(), strict=True):
         place = axes.get_subplotspec()
         curves(axes, arms, x, y if place is None or place.is_first_col() else "")
-        axes.set_ylim(-0.03 * top, 1.03 * top)
+        highest = top.get(task) if isinstance(top, Mapping) else top
+        if highest is None:
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(-0.03 * highest, 1.03 * highest)
         for line in axes.get_lines():
             line.set_marker(styles(named(arms).values())[str(line.get_label())].marker)
             line.set_markersize(4)
@@ -291,6 +301,18 @@ def lengths(
     made.set_figheight(made.get_figheight() + 0.15 * (rows * max(map(len, lines)) - 1))  # for more than one line of it
     how: dict[str, Any] = {"loc": "outside lower center", "ncols": columns}
     made.legend(handles, names, frameon=False, fontsize=SMALL, **how)
+
+
+def quantities(points: Mapping[str, Mapping[str, Sequence[Mapping[int, float]]]]) -> Figure:
+    """Return a figure with a panel for each quantity by length: a share from 0 to 1, others in logarithms.
+
+    Args:
+        points: by quantity, by arm, for each seed its values by length in tokens.
+    """
+    made, panels = figure(columns=len(points), width=3.6, height=2.9)
+    shares = {label(name): 1.0 for name in ("answered", "accuracy")}
+    lengths(panels, {label(name): arms for name, arms in points.items()}, "length (tokens)", "", top=shares)
+    return made
 
 
 def seeds(axes: Axes, arms: Mapping[str, Sequence[float]], x: str) -> None:

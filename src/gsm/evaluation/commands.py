@@ -1,4 +1,5 @@
-"""The measures of `evaluate.py`, by its arguments: held-out loss, downstream tasks, RULER, perplexity by length."""
+"""The measures of `evaluate.py`, by its arguments: held-out loss, downstream tasks, RULER, perplexity and answers by
+length."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gsm.config import command_line
+from gsm.evaluation.answers import Answers
 from gsm.evaluation.downstream import Tasks
 from gsm.evaluation.held_out import HeldOut
 from gsm.evaluation.lengths import Lengths
@@ -38,6 +40,8 @@ def choose(words: Sequence[str]) -> tuple[type[Measure], list[str]]:
         return Tasks, list(words)
     if any(word.startswith("lengths=") for word in words):
         return Lengths, [word for word in words if word != "lengths=paper"]  # the default
+    if any(word.startswith("answers=") for word in words):
+        return Answers, list(words)
     return HeldOut, list(words)
 
 

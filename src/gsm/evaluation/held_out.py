@@ -55,7 +55,7 @@ class HeldOut(Measure):
     run, where auto depends on the device at hand.
 
     Others: downstream tasks (python evaluate.py tasks=paper --help), RULER (ruler=true --help), perplexity by length of
-    context (lengths=paper --help)
+    context (lengths=paper --help), answers by length of a synthetic task (answers=96 --help)
 
     Args:
         data: other text: a variant of configs/data, read with the checkpoint's tokenizer

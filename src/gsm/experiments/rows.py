@@ -59,6 +59,7 @@ LOCAL = ("folder=", "logs=", "jobs=", *(f"{key}=null" for key in SEVERAL))  # wh
 ABOVE = re.compile(r"^start_from=/.*/(?=logs/)")  # the machine's part of the path of a checkpoint
 BITS, SUMS = "/bits_per_byte", "/by_document"  # of an evaluation: its number, and nats and bytes of every document
 MARKED = re.compile(r"(<!-- (?P<kind>rows|costs): (?P<words>[^\n]+?) -->)\n(?P<body>.*?)(<!-- end -->)", re.DOTALL)
+BY_LENGTH = re.compile(r"(?P<run>[^/]+)/(?P<quantity>[a-z_]+)/(?P<length>\d+)")  # of an evaluation by length
 CHANGE = re.compile(r"ln\((?P<after>[^\s:]+):(?P<before>[^\s:]+)\)")
 LENGTHS = (256, 4096, 65536)  # tokens before the one that is decoded
 
@@ -273,11 +274,28 @@ def picture(words: str, page: Path, folder: Path = RESULTS) -> None:
     _, made, options = _parsed(words, folder)
     if not made.runs or "picture" not in options:
         return
-    column = made.columns[0]
+    column, place = made.columns[0], page.parent / options["picture"]
+    if by_length := BY_LENGTH.fullmatch(column):
+        write_whole(place, plots.png(plots.quantities(_by_length(made, by_length["run"]))))
+        return
     values = {row.arm: [run.value(column) for run in made.runs if run.arm == row.arm] for row in made.rows}
     figure, (axes,) = plots.figure(width=5.2, height=1.0 + 0.25 * len(values))
     plots.seeds(axes, {arm: [x for x in each if x is not None] for arm, each in values.items()}, plots.label(column))
-    write_whole(page.parent / options["picture"], plots.png(figure))
+    write_whole(place, plots.png(figure))
+
+
+def _by_length(made: Table, run: str) -> dict[str, dict[str, list[dict[int, float]]]]:
+    """Return all quantities of an evaluation by length: by quantity, by arm, for each seed its values by length."""
+    points: dict[str, dict[str, list[dict[int, float]]]] = {}
+    for each in made.runs:
+        known = [(match, each.value(name)) for name in each.summary if (match := BY_LENGTH.fullmatch(name))]
+        values: dict[str, dict[int, float]] = {}
+        for match, value in known:
+            if match["run"] == run and value is not None:
+                values.setdefault(match["quantity"], {})[int(match["length"])] = value
+        for quantity, by_length in values.items():
+            points.setdefault(quantity, {}).setdefault(each.arm, []).append(by_length)
+    return points
 
 
 def _parsed(words: str, folder: Path) -> tuple[str, Table, dict[str, str]]:

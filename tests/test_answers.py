@@ -1,0 +1,71 @@
+"""Answers by length: chunks answer as one forward does, and only YaRN's factor follows the length."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+import torch
+
+from gsm.config.check import ConfigError
+from gsm.evaluation import answers, commands
+from gsm.evaluation.answers import Answers, answered
+from gsm.evaluation.checkpoints import Trained, checkpoints
+from gsm.models.checks import IGNORED
+
+LONG = 37
+
+
+@pytest.mark.parametrize("case", ["gsm", "baseline", "gated_delta_net"])
+@pytest.mark.parametrize("chunk", [4, 64])
+def test_chunks_answer_as_one_forward_does(case: str, chunk: int):
+    model, token_1T = small.build(case), small.random_tokens(1, LONG)
+    best_T = model(token_1T).logits[0].argmax(-1)
+    target_T = torch.full((LONG,), IGNORED)
+    target_T[[9, 20, 30, 36]] = best_T[[9, 20, 30, 36]]
+    target_T[20] = (target_T[20] + 1) % model.vocabulary  # one wrong answer
+    cell = answered(model, {"tokens": token_1T[0], "targets": target_T}, chunk)
+    assert (cell["right"], cell["questions"]) == (3, 4)
+
+
+def test_the_decoder_of_gsm_keeps_its_state_alone_and_the_baseline_a_bank_that_grows():
+    def kept(case: str, length: int) -> int:
+        sequence = {"tokens": small.random_tokens(1, length)[0], "targets": torch.zeros(length, dtype=torch.long)}
+        return answered(small.build(case), sequence, 16)["decoder_bytes"]
+
+    assert kept("gsm", 32) == kept("gsm", 64) > 0
+    assert kept("baseline", 64) > kept("baseline", 32)
+
+
+def test_only_yarns_factor_follows_the_length():
+    trained = Trained(checkpoints("needle_gsm")[0], "cpu")
+    measure = Answers("needle_gsm", answers=[96, 384])
+    stretched: Any = measure.stretched(trained, 384)
+    assert measure.stretched(trained, 96) is trained.model
+    assert stretched.geometry.yarn_factor == 4
+    assert stretched.geometry.bank_rope().original == 96
+    for (name, own), other in zip(stretched.named_parameters(), trained.model.parameters(), strict=True):
+        assert torch.equal(own, other), name
+
+
+def test_a_trained_model_answers_and_a_second_call_computes_nothing(tmp_path: Path, monkeypatch: Any):
+    measure = commands.parse(
+        ["checkpoint=needle_gsm", "answers=96,384", "sequences=2", "device=cpu", f"output={tmp_path / 'a.json'}"]
+    )
+    (first,) = measure.evaluate()
+    assert Answers.metrics(first)["answered/384"] > 0.9
+    assert (tmp_path / "a.md").is_file() and json.loads((tmp_path / "a.json").read_text())["by_length"]["96"]
+    monkeypatch.setattr(answers, "answered", None)  # nothing may call it
+    (second,) = measure.evaluate()
+    assert second["by_length"] == first["by_length"]
+
+
+@pytest.mark.parametrize(
+    ("words", "key"), [("checkpoint=nano answers=96", "answers"), ("answers=", "answers"), ("answers=40", "context")]
+)
+def test_a_length_without_room_and_a_model_of_text_are_refused(words: str, key: str):
+    with pytest.raises(ConfigError, match=key):
+        commands.parse(["checkpoint=needle_gsm", *words.split()]).evaluate()
