@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import csv
 import json
 import math
 import re
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +125,7 @@ def test_properties_of_an_arm_have_neither_spread_nor_difference(tmp_path: Path)
 def test_a_marker_without_rows_makes_a_sentence_without_a_number(tmp_path: Path):
     made = rows.tables("<!-- rows: residual bits_per_byte margin=0.005 picture=a.png -->\n<!-- end -->\n", tmp_path)
     assert made.splitlines()[2] == "`results/residual.csv` has no rows yet."
-    assert untraced(made, []) == [] and "a.png)" not in made
+    assert "a.png)" not in made
 
 
 def test_without_the_arm_to_compare_with_there_are_no_differences(folder: Path, tmp_path: Path):
@@ -223,6 +221,23 @@ def test_a_picture_is_drawn_where_a_table_has_changed(folder: Path, tmp_path: Pa
     assert "(seeds.png)" in page.read_text() and (tmp_path / "seeds.png").read_bytes()[1:4] == b"PNG"
 
 
+def test_the_picture_of_an_evaluation_by_length_has_a_line_an_arm_and_a_panel_a_quantity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lines = ["experiment,arm,seed,status,split,commit,length/answered/96,length/answered/384,length/cache_bytes/96"]
+    runs = [(arm, seed) for arm in ("gsm", "other") for seed in (0, 1)]
+    lines += [f"x,{arm},{seed},finished,validation,abc,1.0,0.{seed}5,700" for arm, seed in runs]
+    (tmp_path / "x.csv").write_text("\n".join(lines) + "\n")
+    drawn: list[Any] = []
+    monkeypatch.setattr(rows.plots, "png", lambda figure: drawn.append(figure) or b"png")
+    page = tmp_path / "page.md"
+    page.write_text("<!-- rows: x length/answered/96 picture=by_length.png -->\n<!-- end -->\n")
+    rows.main([str(page)], tmp_path)
+    answered, cache = drawn[0].axes
+    assert [list(line.get_xydata()[1]) for line in answered.get_lines()] == [[384, 0.1], [384, 0.1]]
+    assert [len(line.get_xydata()) for line in cache.get_lines()] == [1, 1]
+
+
 def test_a_time_is_that_of_a_processor():
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     assert report.device(trainer).startswith(f"{processor()}, ") and not processor().startswith("cpu")
@@ -232,82 +247,6 @@ def test_a_time_is_that_of_a_processor():
 def test_the_tables_of_a_page_are_those_of_the_committed_rows(page: str):
     text = (ROOT / page).read_text()
     assert rows.tables(text) == text, f"run: python -m gsm.experiments.rows {page}"
-
-
-# Numbers in prose, without their signs: in no word, path, version or date. Three digits or more make a measurement.
-NUMBER = re.compile(r"(?:(?<![\w.,/-])|(?<=[\s(\[]-))\d[\d,]*(?:\.\d+)?(?![\w/])")
-
-
-def numbers(text: str) -> list[str]:
-    return [found.rstrip(",") for found in NUMBER.findall(text)]
-
-
-def prose(page: str) -> str:
-    """A page without its tables of rows, code, comments and the targets of links."""
-    for pattern in (r"<!-- (rows|costs):.*?<!-- end -->", r"<!--.*?-->", r"```.*?```", r"`[^`\n]*`", r"\]\([^)\n]*\)"):
-        page = re.sub(pattern, " ", page, flags=re.DOTALL)
-    return page
-
-
-def values(content: Any) -> Iterator[float]:
-    if isinstance(content, dict | list):
-        for part in content.values() if isinstance(content, dict) else content:
-            yield from values(part)
-    elif isinstance(content, str):
-        yield from (float(number.replace(",", "")) for number in numbers(content))
-    elif isinstance(content, int | float) and not isinstance(content, bool):
-        yield float(content)
-
-
-def pool() -> list[float]:
-    """Every number that has a source: rows, tables of rows, files of benchmarks, the tables of the paper."""
-    sources: list[Any] = [yaml.safe_load((ROOT / "src/gsm/evaluation/paper.yaml").read_text())]
-    sources += [rows.read(path)[1] for path in (ROOT / "results").glob("*.csv")]
-    sources += [match["body"] for page in PAGES for match in rows.MARKED.finditer((ROOT / page).read_text())]
-    sources += [json.loads(path.read_text()) for path in (ROOT / "benchmarks/results").glob("*.json")]
-    sources += [path.read_text() for path in (ROOT / "benchmarks/results").glob("*.md")]
-    return sorted(set(values(sources)))
-
-
-def untraced(text: str, known: list[float]) -> list[str]:
-    """The numbers of three digits or more that are no rounding of a known one."""
-    missing = []
-    for number in numbers(prose(text)):
-        half = 0.5 * 10.0 ** -len(number.partition(".")[2]) + 1e-12
-        value = float(number.replace(",", ""))
-        place = bisect.bisect_left(known, value - half)
-        if sum(map(str.isdigit, number)) >= 3 and not (place < len(known) and known[place] <= value + half):
-            missing.append(number)
-    return missing
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_number_in_prose_has_a_source(page: str):
-    assert not untraced((ROOT / page).read_text(), pool())
-
-
-def triples(text: str) -> set[tuple[str, ...]]:
-    """The differences with intervals of a text, as in `0.0035 [-0.0010, 0.0080]`, each in both directions; an interval
-    without its difference has 0."""
-    number = r"([+-]?\d[\d,]*\.\d{3,})"
-    intervals = re.findall(rf"(?:{number}\s+)?\[{number},\s+{number}\]", text)
-    known = [tuple(x.lstrip("+") or "0" for x in each) for each in intervals]
-    opposite = [(x.removeprefix("-") if x[0] == "-" else f"-{x}") for each in known for x in each]
-    turned = zip(opposite[::3], opposite[2::3], opposite[1::3], strict=True)
-    return {*known, *turned}
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_interval_in_prose_is_that_of_a_table(page: str):
-    tables = [match["body"] for name in PAGES for match in rows.MARKED.finditer((ROOT / name).read_text())]
-    assert not triples(prose((ROOT / page).read_text())) - triples("\n".join(tables))
-
-
-def test_an_interval_of_no_table_is_seen():
-    table = triples("| +0.0035 [-0.0010, 0.0080] |")
-    assert table == triples("-0.0035 [-0.0080,\n  0.0010]") == triples("0.0035\n[-0.0010, 0.0080]")
-    for other in ("0.0035 [-0.0010, 0.0081]", "0.0036 [-0.0010, 0.0080]", "0.0035 higher [-0.0010, 0.0080]"):
-        assert triples(other) - table
 
 
 EXPERIMENTS = {  # of rows that have another name
@@ -331,10 +270,3 @@ def test_an_arm_has_the_parameters_of_its_rows(name: str):
         config = compose([*(() if name == "default" else words), "arms=null", "seeds=null", *arms[arm]])
         with torch.device("meta"):
             assert instantiate_model(config).parameter_report().total == of_rows[arm], arm
-
-
-def test_a_number_without_a_source_is_seen():
-    text = "In 300 steps 0.981 was reached.\n`0.5 of 777`\n<!-- rows: x -->\n888\n<!-- end -->\n"
-    assert untraced(text, [0.98149]) == ["300"]
-    assert untraced(text, [0.98151, 299.7]) == ["0.981"]
-    assert untraced("It is -0.4321 [-0.511, 0.0].", [0.511]) == ["0.4321"]
