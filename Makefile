@@ -9,7 +9,7 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: install train test lint format docs adversary clean help
+.PHONY: install train test lint format tables docs adversary clean help
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -49,9 +49,11 @@ format: $(STAMP)  ## rewrite the files so that lint is content with their format
 	$(BIN)/ruff format .
 	$(notebooks) -exec $(BIN)/nbstripout {} +
 
+tables: $(STAMP)  ## renew the tables between the markers of README.md and docs/, from rows, yamls and the cost model
+	$(BIN)/python -m gsm.experiments.rows
+
 # What mkdocs finds is this environment's: the extension in docs/ by the import path, formatters of signatures in .venv/bin.
 docs: .venv/.docs  ## build the documentation into site/, the notebooks executed; ARGS=serve shows it while you write
-	@$(BIN)/python -m gsm.experiments.rows README.md docs/results.md docs/speed.md
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=docs NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(or $(ARGS),build --quiet --strict)
 	@echo "open site/index.html; for the search, which needs a server: make docs ARGS=serve, then http://127.0.0.1:8000"
 

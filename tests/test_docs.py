@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 import gsm_kernels
+from gsm.config.options import HIDDEN
 from gsm.paths import ROOT, variants
 
 DOCS = ROOT / "docs"
@@ -69,12 +70,6 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip()) for heading in plain}
 
 
-def named(page: str, group: str, name: str) -> bool:
-    """Whether a page has the name of a yaml as code, or makes a table of its group."""
-    text = (DOCS / f"{page}.md").read_text()
-    return f"<!-- yamls: {group} -->" in text or f"`{name}`" in text
-
-
 def test_every_page_is_in_the_navigation_once_and_nothing_else():
     notebooks = [f"notebooks/{path.stem}.md" for path in (ROOT / "notebooks").glob("*.ipynb")]  # made by the hook
     assert sorted(navigation()) == sorted(PAGES + notebooks)
@@ -112,7 +107,8 @@ def test_every_column_of_a_table_has_a_heading(name: str):
 
 @pytest.mark.parametrize("slot", sorted(HOME))
 def test_every_yaml_of_a_slot_is_on_its_page(slot: str):
-    missing = [name for name in variants(slot) if not named(HOME[slot], slot, name)]
+    text = (DOCS / f"{HOME[slot]}.md").read_text()
+    missing = [name for name in variants(slot) if not name.startswith(HIDDEN) and f"`{name}`" not in text]
     assert not missing, f"docs/{HOME[slot]}.md does not say what {slot} {missing} is"
 
 
@@ -163,25 +159,20 @@ def described(docstring: str) -> set[str]:
     return {name.lstrip("*") for together in names for name in together.split(", ")}
 
 
-def pages_module() -> Any:
-    """docs/pages.py, which lies on no import path here."""
-    for needed in ("latex2mathml", "markdown"):
-        pytest.importorskip(needed)
-    spec = importlib.util.spec_from_file_location("pages", DOCS / "pages.py")
+def load(name: str, *needed: str) -> Any:
+    """A module in docs/, which lies on no import path here."""
+    for library in needed:
+        pytest.importorskip(library)
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_a_table_has_the_question_of_every_experiment():
-    lines = pages_module().table("experiment")
-    names = [match[1] for line in lines if (match := re.fullmatch(r"\| `(\w+)` \| \S.* \|", line))]
-    assert names == [name for name in variants("experiment") if not name.startswith("_")]
-
-
 def test_an_equation_becomes_mathml():
-    made = pages_module().EQUATION.sub(pages_module().equation, r'<span class="arithmatex">\(z = e + r_{s}\)</span>')
+    pages = load("pages", "latex2mathml", "markdown")
+    made = pages.EQUATION.sub(pages.equation, r'<span class="arithmatex">\(z = e + r_{s}\)</span>')
     assert made.startswith("<math") and "arithmatex" not in made and "<msub>" in made
 
 

@@ -15,6 +15,7 @@ import torch
 import yaml
 from lightning import Trainer
 
+from gsm import paths
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import instantiate_model
@@ -243,10 +244,33 @@ def test_a_time_is_that_of_a_processor():
     assert report.device(trainer).startswith(f"{processor()}, ") and not processor().startswith("cpu")
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_the_tables_of_a_page_are_those_of_the_committed_rows(page: str):
-    text = (ROOT / page).read_text()
-    assert rows.tables(text) == text, f"run: python -m gsm.experiments.rows {page}"
+def test_a_table_of_yamls_has_their_openings_and_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "size").mkdir()
+    monkeypatch.setattr(paths, "configs", lambda: tmp_path)
+    (tmp_path / "size/_base.yaml").write_text("# Others are made of it.\na: 1\n")
+    (tmp_path / "size/a.yaml").write_text("# @package _global_\n# P(a|b)?\n# Both.\n#\n# More.\na: 1\n")
+    marker = "<!-- yamls: size -->\n{}<!-- end -->\n"
+    lines = ["| `size=` | description |", "| --- | --- |", "| `a` | P(a\\|b)? Both. |"]
+    assert rows.tables(marker.format("")) == marker.format("\n" + "\n".join(lines) + "\n\n")
+    (tmp_path / "size/b.yaml").write_text("# Why?\n# Two CPU cores take 1.5 hours; model=gsm, ... take longer.\na: 1\n")
+    assert rows.yamls("size").splitlines()[2:] == ["| `a` | P(a\\|b)? Both. |  |", "| `b` | Why? | 1.5 hours |"]
+
+
+def test_without_a_name_the_tables_of_every_page_are_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    pages = [tmp_path / "README.md", tmp_path / "docs/log/x.md"]
+    pages[1].parent.mkdir(parents=True)
+    for page in pages:
+        page.write_text("<!-- rows: x loss -->\n<!-- end -->\n")
+    rows.main([], tmp_path)
+    assert all("\n`results/x.csv` has no rows yet.\n" in page.read_text() for page in pages)
+
+
+@pytest.mark.parametrize("page", rows.all_pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_marker_of_a_page_has_the_table_of_its_source(page: Path):
+    text = page.read_text()
+    assert rows.tables(text) == text, "run: make tables"
+    assert len(rows.MARKED.findall(text)) == len(re.findall(r"<!-- (?:rows|costs|yamls):", text)), "without an end"
 
 
 EXPERIMENTS = {  # of rows that have another name

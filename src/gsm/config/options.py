@@ -20,7 +20,7 @@ from gsm.files import DAMAGED, read_text
 
 WIDTH = 118
 SENTENCE = re.compile(r".*?(?<! al)[.?](?= |$)")
-TIME = re.compile(r"Two CPU cores take (.*?)\.")
+TIME = re.compile(r"Two CPU cores take (.*?)[.;](?= |$)")
 HIDDEN = "_"  # begins the name of a yaml that others are made of, or that a program asks for
 
 
@@ -136,18 +136,19 @@ def listing(script: str, folders: Sequence[Path], chosen: Mapping[str, str | Non
         for name in shown:
             begin = f"{'*' if chosen.get(group) == name else ' '} {name:<{width}}  "
             file = next(file for folder in reversed(folders) if (file := folder / group / f"{name}.yaml").is_file())
-            sentence = _short(opening(file.read_text(encoding="utf-8", errors="replace")))
-            lines += textwrap.wrap(begin + sentence, WIDTH, subsequent_indent=" " * len(begin), break_on_hyphens=False)
+            text, time = opening(file.read_text(encoding="utf-8", errors="replace"))
+            first = SENTENCE.match(text)
+            shown = " ".join([first[0] if first else text, *([f"[{time}]"] if time else [])])
+            lines += textwrap.wrap(begin + shown, WIDTH, subsequent_indent=" " * len(begin), break_on_hyphens=False)
     return "\n".join(lines[1:])
 
 
-def opening(text: str) -> str:
-    """Return the first paragraph of the comment that a yaml opens with, in one line."""
+def opening(text: str) -> tuple[str, str]:
+    """Return the first paragraph of the comment that a yaml opens with, in one line, and its time on two CPU cores.
+
+    The paragraph ends before the time. Without a time, the second text is empty.
+    """
     lines = (line for line in text.splitlines() if not line.startswith("# @package"))
-    return " ".join(line[2:].strip() for line in takewhile(lambda line: line.startswith("# "), lines))
-
-
-def _short(paragraph: str) -> str:
-    """Return the first sentence of a paragraph, and the duration in it."""
-    first, time = SENTENCE.match(paragraph), TIME.search(paragraph)
-    return " ".join([first[0] if first else paragraph, *([f"[{time[1]}]"] if time else [])])
+    paragraph = " ".join(line[2:].strip() for line in takewhile(lambda line: line.startswith("# "), lines))
+    before, *time = TIME.split(paragraph)
+    return before.strip(), time[0] if time else ""

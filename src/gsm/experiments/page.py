@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from gsm import paths
 from gsm.config.check import ConfigError, flat
-from gsm.config.options import TIME, opening, saved
+from gsm.config.options import opening, saved
 from gsm.experiments import SEVERAL
 from gsm.experiments.table import FOOTNOTE, RunSummary, Table, read_contents
 from gsm.files import open_regular, read_json
@@ -190,7 +190,7 @@ def _question(experiment: str) -> str:
     if not experiment.replace("_", "").isalnum():  # it becomes a part of a path
         return ""
     files = (folder / "experiment" / f"{experiment}.yaml" for folder in paths.config_folders())
-    return TIME.split(opening(next((_read(file) for file in files if file.is_file()), "")))[0].strip()
+    return opening(next((_read(file) for file in files if file.is_file()), ""))[0]
 
 
 def _commands(folder: Path) -> list[str]:

@@ -1,7 +1,7 @@
 """Rows of results: `results/<name>.csv` has one line for each run, and published tables are made from them.
 
     python compare.py logs/residual publish=results        # append the runs of an experiment
-    python -m gsm.experiments.rows docs/results.md         # rewrite the tables between the markers of a page
+    python -m gsm.experiments.rows                         # rewrite the tables between the markers of all pages
 
 A marker names a file of rows and its columns. The first arm, or `against=`, is subtracted from the others; with
 `against=a,b` each of these arms is, from the first column, and a difference over fewer seeds than the arm has names
@@ -18,6 +18,11 @@ the arms' differences with an interval over seeds and an interval over books.
 The cost model's bytes and operations, in bfloat16; a model's own overrides stand behind it, and may have its size:
 
     <!-- costs: size=nano gsm gsm_recurrent,size=nano_deep gated_delta_net -->
+    <!-- end -->
+
+The yamls of a config group, each with its opening comment:
+
+    <!-- yamls: model/mixer -->
     <!-- end -->
 """
 
@@ -38,18 +43,17 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from gsm import plots
+from gsm import paths, plots
 from gsm.config.check import ConfigError, unknown
-from gsm.config.options import saved
+from gsm.config.options import HIDDEN, opening, saved
 from gsm.evaluation.checkpoints import TRAINED
 from gsm.experiments import SEVERAL
 from gsm.experiments.table import RunSummary, Table, summarise
 from gsm.files import damage, read_json, write_whole
 from gsm.intervals import Cell, over_windows
-from gsm.paths import ROOT
 from gsm.tables import Grid, grid_markdown, length_text
 
-RESULTS = ROOT / "results"
+RESULTS = paths.ROOT / "results"
 FACTS = (
     *("experiment", "arm", "seed", "split", "status", "reason", "commit", "clean", "sources", "command"),
     *("corpus", "corpus_sha256", "optimizer", "learning_rate", "steps", "tokens", "parameters", "seconds"),
@@ -58,7 +62,9 @@ FACTS = (
 LOCAL = ("folder=", "logs=", "jobs=", *(f"{key}=null" for key in SEVERAL))  # where a run lies, and who started it
 ABOVE = re.compile(r"^start_from=/.*/(?=logs/)")  # the machine's part of the path of a checkpoint
 BITS, SUMS = "/bits_per_byte", "/by_document"  # of an evaluation: its number, and nats and bytes of every document
-MARKED = re.compile(r"(<!-- (?P<kind>rows|costs): (?P<words>[^\n]+?) -->)\n(?P<body>.*?)(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(
+    r"(<!-- (?P<kind>rows|costs|yamls): (?P<words>[^\n]+?) -->)\n(?P<body>.*?)(<!-- end -->)", re.DOTALL
+)
 BY_LENGTH = re.compile(r"(?P<run>[^/]+)/(?P<quantity>[a-z_]+)/(?P<length>\d+)")  # of an evaluation by length
 CHANGE = re.compile(r"ln\((?P<after>[^\s:]+):(?P<before>[^\s:]+)\)")
 LENGTHS = (256, 4096, 65536)  # tokens before the one that is decoded
@@ -160,11 +166,18 @@ def runs(path: Path, split: str = "validation") -> list[RunSummary]:
     return [run for run in known if run.finished]
 
 
+def all_pages() -> list[Path]:
+    """Return README.md and every page in docs/."""
+    return [paths.ROOT / "README.md", *sorted((paths.ROOT / "docs").rglob("*.md"))]
+
+
 def tables(page: str, folder: Path = RESULTS) -> str:
-    """Return a page with the table of every marker made from its rows. Raises ConfigError, OSError."""
+    """Return a page with the table of every marker made from its source. Raises ConfigError, OSError, and ValueError
+    for a config group that does not exist."""
 
     def replaced(match: re.Match[str]) -> str:
-        made = costs(match["words"]) if match["kind"] == "costs" else table(match["words"], folder)
+        kind, words = match["kind"], match["words"]
+        made = costs(words) if kind == "costs" else yamls(words) if kind == "yamls" else table(words, folder)
         return f"{match[1]}\n\n{made}\n\n<!-- end -->"
 
     return MARKED.sub(replaced, page)
@@ -269,6 +282,17 @@ def costs(words: str) -> str:
     return grid_markdown(grid)
 
 
+def yamls(group: str) -> str:
+    """Return the Markdown of a marker of yamls: the opening comments, and a column of times if any has a time."""
+    grid = [[f"`{group}=`", "description", "time on two CPU cores"], ["---"] * 3]
+    for name in paths.variants(group):
+        if not name.startswith(HIDDEN):
+            texts = opening((paths.configs() / group / f"{name}.yaml").read_text(encoding="utf-8"))
+            grid.append([f"`{name}`", *(text.replace("|", "\\|") for text in texts)])
+    columns = 3 if any(time for _, _, time in grid[2:]) else 2
+    return "\n".join(f"| {' | '.join(cells[:columns])} |" for cells in grid)
+
+
 def picture(words: str, page: Path, folder: Path = RESULTS) -> None:
     """Draw the picture of a marker, where it has one and there are rows, beside its page."""
     _, made, options = _parsed(words, folder)
@@ -356,8 +380,8 @@ def _text(value: Any) -> str:
 
 
 def main(pages: Sequence[str], folder: Path = RESULTS) -> None:
-    """Rewrite the tables of pages, and draw their pictures where a table has changed."""
-    for page in map(Path, pages):
+    """Rewrite the tables of pages, by default of all, and draw their pictures where a table has changed."""
+    for page in map(Path, pages or all_pages()):
         before = page.read_text(encoding="utf-8")
         after = tables(before, folder)
         if after != before:
@@ -365,7 +389,8 @@ def main(pages: Sequence[str], folder: Path = RESULTS) -> None:
             for match in MARKED.finditer(after):
                 if match["kind"] == "rows":
                     picture(match["words"], page, folder)
-        print(f"{os.path.relpath(page)}: {len(MARKED.findall(before))} tables")
+        if count := len(MARKED.findall(before)):
+            print(f"{os.path.relpath(page)}: {count} tables")
 
 
 if __name__ == "__main__":
