@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from traitlets.config import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / "build/notebooks"
-SOCKETS = Config({"KernelManager": {"transport": "ipc"}})  # files of this user's, no ports
 VIEW = "application/vnd.jupyter.widget-view+json"
 STATE = "application/vnd.jupyter.widget-state+json"
 
@@ -47,7 +47,10 @@ def executed(path: Path) -> Any:
     if not file.is_file():
         notebook = nbformat.read(path, as_version=4)
         place = {"metadata": {"path": str(path.parent)}}
-        NotebookClient(notebook, timeout=None, resources=place, config=SOCKETS).execute()
+        with tempfile.TemporaryDirectory() as folder:  # short: the path of a socket has 107 characters at most
+            sockets = {"transport": "ipc", "ip": f"{folder}/kernel"}  # files of this user's, no ports
+            config = Config({"KernelManager": sockets})
+            NotebookClient(notebook, timeout=None, resources=place, config=config).execute()
         CACHE.mkdir(parents=True, exist_ok=True)
         for outdated in CACHE.glob(f"{path.stem}-*.ipynb"):
             outdated.unlink()

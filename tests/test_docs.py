@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 import yaml
 
@@ -174,6 +175,22 @@ def test_an_equation_becomes_mathml():
     pages = load("pages", "latex2mathml", "markdown")
     made = pages.EQUATION.sub(pages.equation, r'<span class="arithmatex">\(z = e + r_{s}\)</span>')
     assert made.startswith("<math") and "arithmatex" not in made and "<msub>" in made
+
+
+def test_a_notebook_is_executed_in_its_own_folder_by_a_process_in_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The paths of the kernel's sockets were relative: each process looked for them in its own folder."""
+    notebooks = load("notebooks", "mkdocs", "nbclient", "nbconvert", "ipykernel")
+    monkeypatch.setattr(notebooks, "CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "a folder/where.ipynb"
+    path.parent.mkdir()
+    cells = [nbformat.v4.new_code_cell("import os; print(os.getcwd())")]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    (cell,) = notebooks.executed(path).cells
+    assert [output["text"] for output in cell.outputs] == [f"{path.parent.resolve()}\n"]
+    assert list(path.parent.iterdir()) == [path], "a socket was left"
 
 
 @pytest.mark.slow
