@@ -25,7 +25,6 @@ from gsm.provenance import processor
 from gsm.training import report
 
 BITS = {"plain": [1.50, 1.54, 1.52], "mhc": [1.48, 1.51, 1.505]}
-PAGES = ("README.md", "docs/results.md", "docs/speed.md")
 
 
 @pytest.fixture
