@@ -124,7 +124,7 @@ def test_properties_of_an_arm_have_neither_spread_nor_difference(tmp_path: Path)
 
 def test_a_marker_without_rows_makes_a_sentence_without_a_number(tmp_path: Path):
     made = rows.tables("<!-- rows: residual bits_per_byte margin=0.005 picture=a.png -->\n<!-- end -->\n", tmp_path)
-    assert made.splitlines()[2] == "`results/residual.csv` has no rows yet."
+    assert made.splitlines()[1] == "`results/residual.csv` has no rows yet."
     assert "a.png)" not in made
 
 
@@ -250,7 +250,7 @@ def test_a_table_of_yamls_has_their_openings_and_times(tmp_path: Path, monkeypat
     (tmp_path / "size/a.yaml").write_text("# @package _global_\n# P(a|b)?\n# Both.\n#\n# More.\na: 1\n")
     marker = "<!-- yamls: size -->\n{}<!-- end -->\n"
     lines = ["| `size=` | description |", "| --- | --- |", "| `a` | P(a\\|b)? Both. |"]
-    assert rows.tables(marker.format("")) == marker.format("\n" + "\n".join(lines) + "\n\n")
+    assert rows.tables(marker.format("")) == marker.format("\n".join(lines) + "\n\n")
     (tmp_path / "size/b.yaml").write_text("# Why?\n# Two CPU cores take 1.5 hours; model=gsm, ... take longer.\na: 1\n")
     assert rows.yamls("size").splitlines()[2:] == ["| `a` | P(a\\|b)? Both. |  |", "| `b` | Why? | 1.5 hours |"]
 

@@ -178,7 +178,7 @@ def tables(page: str, folder: Path = RESULTS) -> str:
     def replaced(match: re.Match[str]) -> str:
         kind, words = match["kind"], match["words"]
         made = costs(words) if kind == "costs" else yamls(words) if kind == "yamls" else table(words, folder)
-        return f"{match[1]}\n\n{made}\n\n<!-- end -->"
+        return f"{match[1]}\n{made}\n\n<!-- end -->"
 
     return MARKED.sub(replaced, page)
 
