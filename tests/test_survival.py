@@ -195,7 +195,8 @@ def assert_same_run(folder: Path, other: Path) -> None:
         for part in ("state_dict", "optimizer_states", "lr_schedulers", "global_step"):
             assert same(one[part], two[part]), f"{name}.ckpt {part}"
         assert same(one[STATE], two[STATE]), f"{name}.ckpt random states"
-        assert one["callbacks"]["Best"] == two["callbacks"]["Best"]
+        key = "Best(val/loss, min)"
+        assert one["callbacks"][key] == two["callbacks"][key]
     assert lines(folder) == lines(other)
     assert scalars(folder) == scalars(other)
     one, two = (json.loads((f / "summary.json").read_text()) for f in (folder, other))

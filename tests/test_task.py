@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from gsm.data.module import TextData
-from gsm.training.callbacks.checkpoints import Latest
+from gsm.training.callbacks.checkpoints import Best, Latest
 from gsm.training.callbacks.metrics_file import MetricsFile
 from gsm.training.callbacks.throughput import Throughput
 from gsm.training.module import LanguageModeling
@@ -323,6 +323,31 @@ def test_the_last_checkpoint_is_of_the_last_step_even_if_it_is_not_the_best(tmp_
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 6
 
 
+@pytest.mark.parametrize(
+    ("metric", "mode", "best"),
+    [("val/accuracy", None, 6), ("val/f1", "max", 6), ("val/error", "min", 9), ("val/accuracy", "min", 9)],
+)
+def test_the_best_checkpoint_has_the_best_value_of_its_metric(
+    tmp_path: Path, metric: str, mode: str | None, best: int
+):
+    """By accuracy it had the lowest."""
+    judges = [Measured(metric, [0.2, 0.3, 0.1, 0.2]), Best(tmp_path / "best.ckpt", metric, mode)]
+    fit(make_trainer(tmp_path, 12, judges, limit_val_batches=None), make_task(), [a_batch()] * 12)
+    assert torch.load(tmp_path / "best.ckpt", weights_only=True)["global_step"] == best
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # the state of the other metric is left
+@pytest.mark.parametrize(("metric", "best"), [("val/one", 3), ("val/two", 12)])
+def test_a_run_that_goes_on_with_another_metric_is_judged_anew(tmp_path: Path, metric: str, best: int):
+    """The lowest loss was compared with perplexities."""
+    last = tmp_path / "last.ckpt"
+    for steps, judged, values in ((6, "val/one", [1.0, 2.0]), (12, metric, [4.0, 3.0])):
+        judges = [Measured(judged, values), Best(tmp_path / "best.ckpt", judged, "min"), Latest(last)]
+        trainer = make_trainer(tmp_path, steps, judges, limit_val_batches=None)
+        trainer.fit(make_task(), loader([a_batch()] * 12), loader([a_batch()]), ckpt_path=last if steps > 6 else None)
+    assert torch.load(tmp_path / "best.ckpt", weights_only=True)["global_step"] == best
+
+
 def test_a_checkpoint_holds_plain_containers_and_all_that_generation_needs(tmp_path: Path):
     trainer = make_trainer(tmp_path, 1, [Throughput(), Latest(tmp_path / "last.ckpt")])
     fit(trainer, make_task(), [a_batch()])
@@ -330,6 +355,16 @@ def test_a_checkpoint_holds_plain_containers_and_all_that_generation_needs(tmp_p
     assert checkpoint["hyper_parameters"] == {"config": {"model": {"_target_": "somewhere.Bigram"}, "stages": [2, 4]}}
     assert checkpoint["tokenizer"] == {"kind": "bytes", "json": None}
     assert sorted(checkpoint["state_dict"]) == [f"model.{name}" for name in sorted(Bigram().state_dict())]
+
+
+class Measured(lightning.Callback):
+    """Logs the next value of a metric at each validation."""
+
+    def __init__(self, name: str, values: list[float]) -> None:
+        self.name, self.values = name, iter(values)
+
+    def on_validation_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        pl_module.log(self.name, next(self.values))
 
 
 class StopAfter(lightning.Callback):

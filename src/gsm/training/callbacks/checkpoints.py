@@ -24,6 +24,9 @@ from gsm.training.distributed import ranks, shards
 from gsm.training.distributed.sharded import Sharded
 from gsm.training.resume import ends_interval
 
+# Whether a metric of validation should be low or high.
+MODES = {"val/loss": "min", "val/perplexity": "min", "val/bits_per_byte": "min", "val/accuracy": "max"}
+
 
 class Latest(Checkpoint):
     """``last.ckpt``, from which an interrupted run goes on.
@@ -91,18 +94,28 @@ class Latest(Checkpoint):
 
 
 class Best(Checkpoint):
-    """``best.ckpt``: saved after a validation that finds less than all before it, of this run and its earlier parts.
+    """``best.ckpt``: saved after a validation that is better than all before it, of this run and its earlier parts.
 
     Args:
         path: of the file.
-        monitor: the metric to be low.
+        monitor: the metric to judge by.
+        mode: whether it should be low or high: min, max; None: that of ``MODES``.
     """
 
-    def __init__(self, path: str | os.PathLike[str], monitor: str = "val/loss") -> None:
-        if not monitor.startswith("val/"):
-            raise ConfigError(f"monitor={monitor} is not allowed because it must begin with val/. Use val/loss.")
-        self.path, self.monitor = Path(path), monitor
-        self.lowest = math.inf
+    def __init__(self, path: str | os.PathLike[str], monitor: str = "val/loss", mode: str | None = None) -> None:
+        mode = mode or MODES.get(monitor)
+        if mode not in ("min", "max"):
+            raise ConfigError(
+                f"mode={mode} is not allowed because it must be min or max for monitor={monitor}. The monitors "
+                f"{', '.join(MODES)} need none."
+            )
+        self.path, self.monitor, self.mode = Path(path), monitor, mode
+        self.lowest = math.inf  # of the metric, or of its negative
+
+    @property
+    def state_key(self) -> str:
+        """A key of its own for each metric: the best of one is not compared with the values of another."""
+        return f"Best({self.monitor}, {self.mode})"
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Save a new best model. Raises ConfigError if no validation measures the monitored metric."""
@@ -114,7 +127,7 @@ class Best(Checkpoint):
                 f"callbacks.best.monitor={self.monitor} is not allowed because no validation measures it. "
                 f"Use one of {', '.join(measures)}."
             )
-        value = float(trainer.callback_metrics[self.monitor])
+        value = float(trainer.callback_metrics[self.monitor]) * (1 if self.mode == "min" else -1)
         if value < self.lowest:
             self.lowest = value
             save(trainer, self.path)
@@ -124,7 +137,7 @@ class Best(Checkpoint):
         return {"lowest": self.lowest}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint; in a folder without ``best.ckpt`` any loss is the lowest."""
+        """Go on from a checkpoint; in a folder without ``best.ckpt`` any model is the best."""
         self.lowest = state_dict["lowest"] if self.path.is_file() else math.inf
 
 
