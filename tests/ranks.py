@@ -54,15 +54,16 @@ def _be(environment: dict[str, str], function: Callable[..., None], arguments: t
 
 
 def batches(world: int = 1, rank: int = 0, steps: int = STEPS, rows: int = ROWS) -> list[dict[str, Tensor]]:
-    """A rank's share of the same steps; the number of targets differs from row to row."""
+    """A rank's share of the same steps; the numbers of targets and of padding differ from row to row."""
     made = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
         ids_BT = torch.randint(GEOMETRY.vocabulary, (rows, LENGTH + 1), generator=generator)
-        targets_BT = ids_BT[:, 1:].clone()
+        targets_BT, documents_BT = ids_BT[:, 1:].clone(), torch.zeros_like(ids_BT[:, 1:])
         for row in range(rows):
-            targets_BT[row, : 3 * row] = -100
-        whole = {"tokens": ids_BT[:, :-1], "targets": targets_BT, "documents": torch.zeros_like(targets_BT)}
+            documents_BT[row, LENGTH - row :] = -1
+            targets_BT[row, : 3 * row] = targets_BT[row, LENGTH - row :] = -100
+        whole = {"tokens": ids_BT[:, :-1], "targets": targets_BT, "documents": documents_BT}
         share = rows // world
         made.append({name: value[rank * share : (rank + 1) * share] for name, value in whole.items()})
     return made

@@ -61,10 +61,6 @@ class Context(Ranks):
         }
         return arguments, pieces
 
-    def total(self, count: Tensor) -> Tensor:
-        """Return the sum over the ranks."""
-        return summed(count, self.group)
-
     @torch.no_grad()
     def prefill(
         self,

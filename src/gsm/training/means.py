@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
 
 
@@ -56,33 +54,32 @@ class Means:
         return means
 
 
-class OverTargets:
-    """Scale the gradients of accumulated batches, so that they belong to the mean over the targets of all batches.
+class OverBatches:
+    """Scale the gradients of accumulated batches, so that they belong to one mean over what all batches count.
 
-    The number of targets of a step is known only after its last batch. So losses are weighed by the number of targets
-    relative to the first batch, and gradients are corrected once, before the step. If all batches have equal numbers of
-    targets, both factors are exactly 1.
+    What a step counts is known only after its last batch. So losses are weighed by their number relative to the first
+    batch, and gradients are corrected once, before the step. If all batches have equal numbers, both factors are
+    exactly 1.
     """
 
     def __init__(self) -> None:
-        self._total: Tensor | None = None  # targets of the step's batches so far
-        self._unit: Tensor | None = None  # number of targets of its first batch that has any
+        self._total: Tensor | None = None  # number in the step's batches so far
+        self._unit: Tensor | None = None  # number in its first batch that has any
 
     def weigh(self, loss: Tensor, count: Tensor) -> Tensor:
-        """Return the loss of the next batch, a mean over ``count`` targets, times ``count`` over that of the first."""
+        """Return the loss of the next batch, a mean over ``count``, times ``count`` over that of the first."""
         count = count.to(torch.promote_types(loss.dtype, torch.float32))
         if self._total is None or self._unit is None:
             self._total = self._unit = count
-        else:  # earlier batches without targets weigh nothing, in any unit
+        else:  # earlier batches that count nothing weigh nothing, in any unit
             self._total, self._unit = self._total + count, torch.where(self._unit > 0, self._unit, count)
         return loss * (count / self._unit.clamp(min=1))
 
-    def correct(self, parameters: Iterable[nn.Parameter], divisor: int) -> None:
-        """End a step: correct the gradients of losses that were weighed, and divided by ``divisor`` as if equal."""
+    def correction(self, divisor: int) -> Tensor | None:
+        """End a step: return the factor for gradients of losses that were weighed, and divided by ``divisor`` as if
+        equal; None if no loss was weighed."""
         if self._total is None or self._unit is None:
-            return
+            return None
         factor = divisor * self._unit.clamp(min=1) / self._total.clamp(min=1)
         self._total = self._unit = None
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad *= factor
+        return factor

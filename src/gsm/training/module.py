@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gsm.models.base import LanguageModel, Output
 from gsm.models.checks import IGNORED
 from gsm.training.distributed.sharded import Sharded, undivided
-from gsm.training.means import Means, OverTargets
+from gsm.training.means import Means, OverBatches
 from gsm.training.optimizer import AdamW, check_groups
 from gsm.training.resume import ends_interval
 
@@ -62,7 +62,7 @@ class LanguageModeling(lightning.LightningModule):
         self.notes = dict(notes or {})
         self.register_buffer("token_bytes_V", token_bytes_V, persistent=False)
         self.train_means, self.val_means = Means(), Means()  # means over a logging interval, over a validation
-        self._over_targets = OverTargets()
+        self._over_targets, self._over_rows = OverBatches(), OverBatches()
         # 0 x the sum of all losses, and of all gradient norms, since the last look: NaN where one was not finite.
         self._broken: dict[str, Tensor] = {}
         self._load_LE: Tensor | None = None  # loads of the experts in the step so far
@@ -114,25 +114,30 @@ class LanguageModeling(lightning.LightningModule):
         return self.model(**arguments), target_BT
 
     def training_step(self, batch: Mapping[str, Tensor], _: int) -> dict[str, Tensor]:
-        """Return cross-entropy plus the losses of the model, weighted by the batch's share of the step's targets.
+        """Return cross-entropy plus the losses of the model, such that a step is the same however it is divided.
+
+        Cross-entropy is weighted by the batch's share of the step's targets, the indexers' loss by its share of the
+        rows that are no padding.
 
         Raises FloatingPointError if it is not finite, where one device trains, and that is a CPU.
         """
         out, target_BT = self(batch)
-        count = (target_BT != IGNORED).sum()
-        total, loss, world = self._sum_over_ranks(count), out.loss, self.trainer.world_size
-        if world > 1:  # such that the mean over ranks is the mean over the targets of all
-            loss = loss * (world * count) / total.clamp(min=1)
-        loss = loss + sum(out.losses.values())
-        if self.trainer.accumulate_grad_batches > 1:
-            loss = self._over_targets.weigh(loss, total)
+        count, rows = (target_BT != IGNORED).sum(), (batch.get("documents", batch["tokens"]) >= 0).sum()
+        all_targets, all_rows = self._sum_over_ranks(torch.stack([count, rows]))
+        losses, accumulates = dict(out.losses), self.trainer.accumulate_grad_batches > 1
+        indexers = losses.pop("indexer_kl", None)
+        loss = self._of_ranks(out.loss, count, all_targets) + sum(losses.values())
+        if accumulates:
+            loss = self._over_targets.weigh(loss, all_targets)
+        if indexers is not None:
+            indexers = self._of_ranks(indexers, rows, all_rows)
+            loss = loss + (self._over_rows.weigh(indexers, all_rows) if accumulates else indexers)
         self._note("loss", loss)
-        if world == 1 and loss.device.type == "cpu":  # several ranks have to stop at the same place
+        if self.trainer.world_size == 1 and loss.device.type == "cpu":  # several ranks have to stop at the same place
             self._refuse_broken(f"loss of step {self.global_step}", loss.detach())
         self.train_means.update("train/loss", out.loss, count)
-        shared = count if self._context is None else self._context.total(count)  # losses are means of all its ranks
         for name, value in {**out.losses, **out.metrics}.items():
-            self.train_means.update(f"train/{name}", value, shared)
+            self.train_means.update(f"train/{name}", value, rows)
         if (load_LE := out.load_LE) is not None:
             self._load_LE = load_LE if self._load_LE is None else self._load_LE + load_LE
         return {"loss": loss, "cross_entropy": out.loss.detach()}
@@ -147,8 +152,13 @@ class LanguageModeling(lightning.LightningModule):
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             scaler.unscale_(optimizer)  # Lightning leaves it to a fused optimiser's step, which comes after clipping
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        self._over_targets.correct(parameters, self.trainer.accumulate_grad_batches)
+        batches = self.trainer.accumulate_grad_batches
+        by_targets, by_rows = (over.correction(batches) for over in (self._over_targets, self._over_rows))
+        for group in optimizer.param_groups:  # an indexer without a loss of its own learns by the cross-entropy
+            factor = by_rows if by_rows is not None and group["name"].startswith("indexer") else by_targets
+            for parameter in group["params"] if factor is not None else ():
+                if parameter.grad is not None:
+                    parameter.grad *= factor
         norms = self.clip(optimizer, gradient_clip_val)
         for norm in norms if scaler is None else ():  # a scaler skips steps that are not finite
             self._note("gradient norm", norm)
@@ -242,6 +252,11 @@ class LanguageModeling(lightning.LightningModule):
         """The ranks that divide the sequences of this rank (None: it has whole ones)."""
         strategy = self.trainer.strategy if self._trainer is not None else None
         return strategy.sequences if isinstance(strategy, Sharded) else None
+
+    def _of_ranks(self, mean: Tensor, count: Tensor, total: Tensor) -> Tensor:
+        """Weight a mean over this rank's ``count``, such that its mean over the ranks is the mean over ``total``."""
+        world = self.trainer.world_size
+        return mean if world == 1 else mean * (world * count) / total.clamp(min=1)
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         """Return the sum over all ranks; unlike Lightning's ``reduce``, this makes no host wait for its GPU."""
