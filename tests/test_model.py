@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -231,6 +232,36 @@ def test_logits_computed_after_a_block_use_the_modes_of_the_call(block):
         out = model(tokens)
         want = out.logits
     assert torch.equal(out.logits, want) and out.logits.requires_grad == want.requires_grad
+
+
+def step(model, **options) -> None:
+    torch.optim.AdamW(model.parameters(), 1e-3, **options).step()
+
+
+def changed_in_place(model) -> None:
+    with torch.no_grad():
+        model.head.weight *= 1.1
+
+
+@pytest.mark.parametrize("change", [step, partial(step, fused=True), partial(step, foreach=True), changed_in_place])
+def test_logits_are_read_before_the_head_changes(change):
+    """They were computed by the new head from the output of the old body."""
+    model, tokens = build("transformer"), random_tokens(2, 9)
+    out = model(tokens, targets=tokens)
+    out.loss.backward()
+    assert out.logits.shape == (2, 9, model.vocabulary), "the model is still the same"
+    change(model)
+    with pytest.raises(RuntimeError, match="logits"):
+        _ = out.logits
+    assert torch.equal(model(tokens).logits, model(tokens).logits)
+
+
+def test_logits_of_other_weights_are_read_inside_the_call_with_them():
+    """`functional_call` gives the head its own weight back before it returns."""
+    model, tokens = build("transformer"), random_tokens(2, 9)
+    weights = {name: parameter.detach() * 1.1 for name, parameter in model.named_parameters()}
+    with pytest.raises(RuntimeError, match="logits"):
+        _ = torch.func.functional_call(model, weights, (tokens,)).logits
 
 
 @pytest.mark.parametrize("assign", [True, False])

@@ -65,6 +65,7 @@ class Output:
             gradients to this one.
         balances: in training: the expert loads of every layer with experts, in order.
         modes: modes of the call: gradients, autocast and its dtype.
+        head_row: a copy of a row of the head's weight (None: the call recorded no gradients).
     """
 
     hidden_BRD: Tensor
@@ -75,6 +76,7 @@ class Output:
     memory: Memory | None = None
     balances: list[Balance] = field(default_factory=list)
     modes: tuple[bool, bool, torch.dtype] | None = None
+    head_row: Tensor | None = None
 
     @property
     def load_LE(self) -> Tensor | None:
@@ -84,7 +86,12 @@ class Output:
 
     @property
     def logits(self) -> Tensor:
-        """Scores of the next token, [B, R, V]. Each access computes them, in the modes of the call."""
+        """Scores of the next token, [B, R, V]. Each access computes them, in the modes of the call.
+
+        Raises RuntimeError if the head has changed since a call that recorded gradients: they would be of no model.
+        """
+        if self.head_row is not None and not torch.equal(self.head_row, row_of(self.head)):
+            raise RuntimeError("logits must be read before the head's weight changes, as by optimizer.step()")
         if self.modes is None or self.modes == modes_of(self.hidden_BRD):
             return self.head(self.hidden_BRD)
         gradients, autocast, dtype = self.modes
@@ -95,6 +102,11 @@ class Output:
             torch.autocast(self.hidden_BRD.device.type, dtype=dtype, enabled=autocast),
         ):
             return self.head(self.hidden_BRD)
+
+
+def row_of(head: nn.Module) -> Tensor:
+    """Return the first row of a head's weight."""
+    return next(head.parameters())[0].detach()
 
 
 def modes_of(x: Tensor) -> tuple[bool, bool, torch.dtype] | None:
@@ -259,6 +271,7 @@ class LanguageModel(nn.Module, ABC, Observable):
         tap("position", position_BT, fixed="positions determine the mask. Use documents= to restart counting")
         trace = self.run(tap("embedding", x_BTD), span, before)
         hidden_BRD = self.norm(tap("hidden", trace.hidden_BRD))
+        modes = modes_of(hidden_BRD)
         losses, metrics = indexer_losses(trace.indexer_losses, self.indexer_weight)
         expert_losses, expert_metrics = report_balance(trace.balances)
         out = Output(
@@ -268,7 +281,8 @@ class LanguageModel(nn.Module, ABC, Observable):
             losses=losses | expert_losses,
             metrics=trace.metrics | metrics | expert_metrics,
             balances=trace.balances,
-            modes=modes_of(hidden_BRD),
+            modes=modes,
+            head_row=row_of(self.head).clone() if modes and modes[0] else None,
         )
         if memory is None:
             return out
