@@ -12,10 +12,13 @@ import tiny_text
 import torch
 from short_runs import BY_MODEL, TINY
 
+from gsm.config.check import ConfigError
 from gsm.config.compose import compose
-from gsm.config.load import CheckpointError, digest, read_checkpoint
+from gsm.config.load import CheckpointError, digest, instantiate, instantiate_model, load_tokenizer, read_checkpoint
+from gsm.data.tokenizer import Tokenizer
 from gsm.training.folder import finished
 from gsm.training.run import open_data, train
+from gsm.training.weights import take
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +78,56 @@ def test_another_model_is_refused_with_the_fields_that_differ(home: Path, more: 
         train(composed(home, f"name={'-'.join(more).replace('/', '_').replace('=', '_')}", *more))
 
 
-def test_the_tokenizer_is_the_checkpoint_s_whatever_the_data_would_take(home: Path):
-    """Its weights mean nothing with other ids."""
-    data = open_data(composed(home, "data.tokenizer=bpe"))
-    assert data.tokenizer is not None and data.tokenizer.kind == "bytes"
+@pytest.mark.parametrize("named", ["bpe", "/no/such/tokenizer.json", "{home}/another.json"])
+def test_another_tokenizer_than_the_checkpoint_s_is_refused(home: Path, named: str):
+    """It was ignored, also the path of a file that is not there; the weights mean nothing with other ids."""
+    Path(home / "another.json").write_text(Tokenizer.train(["some text"], 257).to_state()["json"] or "")
+    with pytest.raises(ConfigError, match=r"tokenizer"):
+        open_data(composed(home, f"data.tokenizer={named.format(home=home)}"))
+
+
+@pytest.mark.parametrize("learned", ["bpe", "file"])
+def test_the_checkpoint_s_own_tokenizer_is_taken(home: Path, learned: str):
+    """A BPE is the one that was learned then, whatever the new text; a file is known by its content, in any place."""
+    description = home / f"{learned}.json"
+    description.write_text(Tokenizer.train(["some other text"] * 9, 257).to_state()["json"] or "")
+    for name in ("one", "two"):
+        shutil.copy(description, home / f"{name}.json")
+    words = [
+        f"data.tokenizer={'bpe' if learned == 'bpe' else home / 'one.json'}",
+        f"name={learned}",
+        "trainer.max_steps=1",
+    ]
+    train(compose(given(home, *words)))
+    (home / "one.json").unlink()
+    start = f"start_from={home / 'logs' / learned / 'gsm/seed0'}"
+    words = [f"data.tokenizer={'bpe' if learned == 'bpe' else home / 'two.json'}", start, "data.files=[module_1*.py]"]
+    data = open_data(compose(given(home, *words)))
+    assert (
+        data.tokenizer is not None and data.tokenizer.digest == load_tokenizer(start.removeprefix("start_from=")).digest
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "original"),
+    [
+        (["size.context=64"], None),
+        (["size.context=64", "size.yarn_original=32"], 32),
+        (["size.context=64", "size.yarn_original=16"], 16),
+        (["data.context=64"], 32),
+        (["size.context=64", "size.yarn_factor=1"], 64),
+    ],
+)
+def test_yarn_extends_the_context_of_the_checkpoint(home: Path, more: list[str], original: int | None):
+    """It started from the new one."""
+    config = composed(home, "size.yarn_factor=2", *more)
+    model, geometry = instantiate_model(config), instantiate(config["size"], "size")
+    if original is None:
+        with pytest.raises(ConfigError, match="size.yarn_original"):
+            take(model, first(home), config)
+    else:
+        take(model, first(home), config)
+        assert geometry.bank_rope().original == original
 
 
 def test_a_run_is_finished_only_with_the_weights_that_it_started_from(home: Path, tmp_path: Path):

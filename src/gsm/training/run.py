@@ -133,7 +133,7 @@ def build_model(config: Mapping[str, Any]) -> LanguageModel:
 def open_data(config: Mapping[str, Any]) -> DataModule:
     """Open the data of a run for training. Raises ConfigError if they are missing, damaged or too little."""
     path = config.get("start_from")
-    data = instantiate_data(config["data"], weights.tokenizer(path) if path else None)
+    data = instantiate_data(config["data"], weights.tokenizer(path, config["data"]) if path else None)
     with refusals("data"):
         data = with_defaults(data)
         data.prepare_data()

@@ -1,7 +1,7 @@
 """A run that starts from the weights of another run (`start_from=`): a fresh optimiser and step count, its own data.
 
 It may differ in everything that changes no parameter: the length of sequences, the rotation, the text, the optimiser.
-Its tokenizer is the checkpoint's, since weights mean nothing without the ids that they were trained on.
+Its configuration has to say what the checkpoint fixes: the parameters, the tokenizer, the context that YaRN extends.
 
 With `start_fresh=false` it is a branch of that run: optimiser, number of steps, order of the data and random numbers go
 on (`gsm.training.folder`), and only settings of the run's end may differ.
@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gsm.config.check import contrast, few, flat
-from gsm.config.load import CheckpointError, digest, load_weights, misfits, read_checkpoint, tokenizer_of
+from gsm.config.check import ConfigError, contrast, few, flat
+from gsm.config.load import CheckpointError, digest, load_weights, misfits, read_checkpoint, refusals, tokenizer_of
+from gsm.data.module import chosen_tokenizer
 from gsm.data.tokenizer import Tokenizer
 from gsm.models.base import LanguageModel
 
@@ -29,6 +30,7 @@ def take(model: LanguageModel, path: str, config: Mapping[str, Any]) -> None:
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError: it cannot be read, or its parameters are not the model's; names the fields that differ.
+        ConfigError: YaRN would start from another context than the checkpoint was trained with.
     """
     checkpoint = read_checkpoint(path)
     wrong = misfits(model, checkpoint)
@@ -37,13 +39,36 @@ def take(model: LanguageModel, path: str, config: Mapping[str, Any]) -> None:
             f"start_from={path} is not allowed because it holds the weights of another model: it differs in "
             f"{few(_other_fields(checkpoint, config) or wrong)}, and so do parameters ({few(wrong)}). Use its values."
         )
+    chosen, trained = config["model"].get("geometry") or {}, _context(checkpoint)
+    if chosen.get("yarn_factor", 1) > 1 and not chosen.get("yarn_original") and chosen["context"] != trained:
+        raise ConfigError(
+            f"size.yarn_original must be given, such as {trained}, the context of start_from={path}, got null "
+            f"(size.context={chosen['context']})"
+        )
     load_weights(model, checkpoint)
 
 
-def tokenizer(path: str) -> Tokenizer | None:
-    """Return the tokenizer of a checkpoint; None if it has none. Raises as `take` does."""
+def tokenizer(path: str, data: Mapping[str, Any]) -> Tokenizer | None:
+    """Return the tokenizer of a checkpoint; None if it has none.
+
+    Args:
+        path: as of `take`.
+        data: the configuration of the data.
+
+    Raises as `take` does, and ConfigError if `data` names another tokenizer.
+    """
     saved = read_checkpoint(path, mmap=True)
-    return tokenizer_of(saved, path) if saved.get("tokenizer") else None
+    if not saved.get("tokenizer"):
+        return None
+    kept, named = tokenizer_of(saved, path), data.get("tokenizer")
+    if isinstance(named, str):
+        with refusals("data"):
+            chosen = chosen_tokenizer(named, data.get("end_of_text"), data["vocabulary"])
+        same = kept.kind == "bpe" if chosen is None else kept.digest == chosen.digest
+        if not same:
+            there = saved["hyper_parameters"]["config"].get("data", {}).get("tokenizer", kept.kind)
+            raise ConfigError(f"data.tokenizer must be {there}, that of start_from={path}, got {named}")
+    return kept
 
 
 def describe_start(path: str) -> str:
@@ -61,6 +86,15 @@ def begins(config: Mapping[str, Any]) -> str | None:
 def is_branch(config: Mapping[str, Any]) -> bool:
     """Return whether a run takes more than weights from where it starts: optimiser, steps, its place in the data."""
     return bool(config.get("start_from")) and not config.get("start_fresh", True)
+
+
+def _context(checkpoint: Mapping[str, Any]) -> int | None:
+    """Return the context that a checkpoint was trained with, without YaRN."""
+    config = checkpoint["hyper_parameters"]["config"]
+    geometry = config["model"].get("geometry") or {}
+    if geometry.get("yarn_factor", 1) > 1:
+        return geometry.get("yarn_original") or geometry.get("context")
+    return config.get("data", {}).get("context", geometry.get("context"))
 
 
 def _other_fields(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
