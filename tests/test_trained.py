@@ -74,9 +74,21 @@ def test_a_name_is_looked_for_after_files_and_folders(tmp_path: Path, monkeypatc
         gsm.load_model("nano")
 
 
+@pytest.mark.parametrize(("documents", "learned"), [("isolated", False), ("isolated_all_targets", True)])
+def test_an_empty_prompt_is_noted_where_the_model_has_not_learned_to_begin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], documents: str, learned: bool
+):
+    content = torch.load(paths.TRAINED / "nano.ckpt", weights_only=True)
+    content["hyper_parameters"]["config"]["data"]["documents"] = documents
+    torch.save(content, tmp_path / "mine.ckpt")
+    generate(str(tmp_path / "mine.ckpt"), prompt="", max_new_tokens=1, device="cpu")
+    assert ("documents=isolated" in capsys.readouterr().err) != learned
+
+
 def test_commands_take_a_name_and_write_nothing_into_the_package(capsys: pytest.CaptureFixture[str]):
     generate("nano", prompt="def ", max_new_tokens=3, device="cpu")
-    assert capsys.readouterr().out.startswith("def ")
+    said = capsys.readouterr()
+    assert said.out.startswith("def ") and not said.err
     relative = Path(os.path.relpath(paths.TRAINED / "nano.ckpt"))
     for file in (*checkpoints("nano"), *checkpoints(str(relative)), relative.parent / "../trained/nano.ckpt"):
         assert home(file) == Path("logs/trained/nano"), file

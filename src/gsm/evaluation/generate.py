@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from gsm.config.check import ConfigError
-from gsm.config.load import load_model, load_tokenizer, usable
+from gsm.config.load import load_model, read_checkpoint, tokenizer_of, usable
 from gsm.costs.model import cost
 from gsm.costs.room import GUESS, Room, available_bytes, out_of_memory
 from gsm.data.reading import utf8
@@ -35,7 +35,7 @@ def generate(
 
     Args:
         checkpoint: a .ckpt file, or the folder of a run; or nano, a trained model in the package
-        prompt: the beginning of the text; empty: the beginning of a document
+        prompt: the beginning of the text; empty: the beginning of a document, if the model has learned how they begin
         prompt_file: a text file to begin with, instead of prompt
         max_new_tokens: largest number of tokens
         temperature: 0: always the likeliest token; 1: by the model's own probabilities
@@ -53,7 +53,11 @@ def generate(
         raise ConfigError(f"top_p={top_p} is not allowed because it is a share. Use a number above 0, up to 1.")
     device = usable(device)
     start = utf8(_read(prompt_file) if prompt_file else prompt)
-    tokenizer, model = load_tokenizer(checkpoint), load_model(checkpoint, device)
+    saved = read_checkpoint(checkpoint, mmap=True)
+    tokenizer, model = tokenizer_of(saved, checkpoint), load_model(checkpoint, device)
+    if not start and (saved["hyper_parameters"]["config"].get("data") or {}).get("documents") == "isolated":
+        note = "note: trained with data.documents=isolated, the model has not learned how documents begin; use prompt="
+        print(note, file=sys.stderr, flush=True)
     generator = torch.Generator(device).manual_seed(seed)
     sys.stdout.write(start)
     try:
