@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_text
 import torch
-from short_runs import BY_MODEL, TINY
+from short_runs import BY_MODEL, BYTES, TINY, assemble
 
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import CheckpointError, digest, instantiate, instantiate_model, load_tokenizer, read_checkpoint
 from gsm.data.tokenizer import Tokenizer
 from gsm.training.folder import finished
+from gsm.training.module import LanguageModeling
 from gsm.training.run import open_data, train
 from gsm.training.weights import take
 
@@ -128,6 +130,51 @@ def test_yarn_extends_the_context_of_the_checkpoint(home: Path, more: list[str],
     else:
         take(model, first(home), config)
         assert geometry.bank_rope().original == original
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The sequences that training takes, in order."""
+    sequences: list[tuple[int, ...]] = []
+
+    def step(self: LanguageModeling, batch: Any, *given: Any, whole: Any = LanguageModeling.training_step) -> Any:
+        sequences.extend(map(tuple, batch["tokens"].tolist()))
+        return whole(self, batch, *given)
+
+    monkeypatch.setattr(LanguageModeling, "training_step", step)
+    return sequences
+
+
+def made(home: Path, *more: str) -> list[str]:
+    """Words of a run on sequences that are made, not read."""
+    words = [word for word in TINY if word not in BYTES]
+    return [*words, "data=recall", "data.task.pairs=2", f"logs={home / 'logs'}", BY_MODEL, *more]
+
+
+@pytest.mark.parametrize("data", [given, made])
+def test_later_phases_read_on_behind_the_sequences_of_earlier_ones(
+    home: Path, read: list[tuple[int, ...]], data: Callable[..., list[str]]
+):
+    """Each began at the first sequence again."""
+    start, name = "start_fresh=true", f"phases_{data.__name__}"
+    for phase in range(3):
+        train(compose(data(home, f"name={name}", f"arm=phase{phase}", "trainer.max_steps=2", start)))
+        start = f"start_from={home}/logs/{name}/phase{phase}/seed0"
+    assert len(read) == len(set(read)) == 3 * 2 * 8
+    branch = [f"name={name}", "arm=branch", f"start_from={home}/logs/{name}/phase1/seed0", "start_fresh=false"]
+    train(compose(data(home, *branch, "trainer.max_steps=4")))
+    assert read[48:] == read[32:48], "the steps of phase 1 go on as those of phase 2 did"
+
+
+@pytest.mark.parametrize(
+    ("more", "place"), [([], 8), (["data.batch_size=2"], 8), (["seed=1"], 0), (["data.context=16"], 0)]
+)
+def test_other_sequences_are_read_from_the_first(home: Path, more: list[str], place: int):
+    data = assemble(composed(home, "name=place", *more)).data
+    consumed = [row["tokens"].tolist() for row in data.consumed(2) or ()]
+    assert data.first_sequence == place
+    assert next(iter(data.train_dataloader()))["tokens"][:2].tolist() == consumed
+    assert consumed == [data.train_set[int(index)]["tokens"].tolist() for index in data.order.indices(place, place + 2)]
 
 
 def test_a_run_is_finished_only_with_the_weights_that_it_started_from(home: Path, tmp_path: Path):

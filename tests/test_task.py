@@ -327,9 +327,7 @@ def test_the_last_checkpoint_is_of_the_last_step_even_if_it_is_not_the_best(tmp_
     ("metric", "mode", "best"),
     [("val/accuracy", None, 6), ("val/f1", "max", 6), ("val/error", "min", 9), ("val/accuracy", "min", 9)],
 )
-def test_the_best_checkpoint_has_the_best_value_of_its_metric(
-    tmp_path: Path, metric: str, mode: str | None, best: int
-):
+def test_the_best_checkpoint_has_the_best_value_of_its_metric(tmp_path: Path, metric: str, mode: str | None, best: int):
     """By accuracy it had the lowest."""
     judges = [Measured(metric, [0.2, 0.3, 0.1, 0.2]), Best(tmp_path / "best.ckpt", metric, mode)]
     fit(make_trainer(tmp_path, 12, judges, limit_val_batches=None), make_task(), [a_batch()] * 12)

@@ -66,6 +66,7 @@ SHAPE: dict[Any, Any] = {
     "fingerprint": (Mapping, NONE),
     "origin": (str, NONE),
     "started_from": (str, NONE),
+    "first_sequence": int,
 }
 NEEDED = ("hyper_parameters", "config", "model", "global_step")
 

@@ -52,6 +52,8 @@ class DataModule(lightning.LightningDataModule):
         measures_accuracy: whether validation counts how often the likeliest token is the target.
         resumes: whether `train_dataloader` goes on where training stands; if not, a run that is resumed says so.
         held_out: the text of validation: `validation`, which tables report, or `tuning`, to choose a value by.
+        first_sequence: the place in the order of training where the run begins: behind what the run that it starts from
+            has read of the same sequences.
         context, batch_size: T and B on each device, 0 where they are not always the same; for the header of a run, and
             to refuse to resume it with steps of another size.
     """
@@ -61,6 +63,7 @@ class DataModule(lightning.LightningDataModule):
     measures_accuracy: bool = False
     resumes: bool = True
     held_out: str = "validation"
+    first_sequence: int = 0
     context: int = 0
     batch_size: int = 0
 

@@ -185,7 +185,7 @@ class TextData(DataModule):
 
         A run has consumed steps x accumulated batches x ranks x batch_size of them.
         """
-        return self.train_set.each(self.order.indices(0, sequences))
+        return self.train_set.each(self.order.indices(self.first_sequence, self.first_sequence + sequences))
 
     def validation(self) -> Iterator[dict[str, Tensor]]:
         """Yield the sequences that the validation loss averages over, one by one, in order."""
@@ -256,7 +256,7 @@ class TextData(DataModule):
         return Sequences(self.split(split), context or self.context, self.tokenizer.end_of_text, self.documents)
 
     def _training_plan(self, length: int) -> Iterator[np.ndarray]:
-        start = self.batches_done * self.world * self.batch_size
+        start = self.first_sequence + self.batches_done * self.world * self.batch_size
         return training_batches(self.order, start=start, batches=length, **self._batch_share)
 
 

@@ -84,10 +84,10 @@ class MadeData(DataModule, ABC):
 
         def plan() -> Iterator[np.ndarray]:
             for batch in range(self.batches_done, total):
-                first = (batch * self.world + self.rank) * self.batch_size
+                first = self.first_sequence + (batch * self.world + self.rank) * self.batch_size
                 yield np.arange(first, first + self.batch_size)
 
-        train = self.training_set(lambda number: self.length_at(number // a_step))
+        train = self.training_set(lambda number: self.length_at((number - self.first_sequence) // a_step))
         return Batches(train, plan, total, pin_memory=self.on_gpu)
 
     def val_dataloader(self) -> Batches:

@@ -24,7 +24,7 @@ from gsm.config.load import LAST, CheckpointError, checkpoint_file, read_checkpo
 from gsm.files import damage, read_json, refuse_pipes, sweep
 from gsm.training import weights
 from gsm.training.distributed import shards
-from gsm.training.resume import STATE
+from gsm.training.resume import STATE, sequences_a_step
 
 MARKS = {"summary.json", "checkpoints"}  # every folder of a run that has begun has at least one
 # Files of a run without a checkpoint.
@@ -281,12 +281,6 @@ def _branch(path: Path, config: Mapping[str, Any], fingerprint: Fingerprint | No
             f"more, or {remedy}."
         )
     return Start(path, f"Going on from {path}, step {step}.", step, remedy=f"another start_from=, or {remedy}")
-
-
-def sequences_a_step(config: Mapping[str, Any], world: int) -> int | None:
-    """Return the sequences of one step on ``world`` ranks; None where the data have no batches."""
-    batch = config["data"].get("batch_size")
-    return config["global_batch"] or (batch and batch * world)
 
 
 def _read(path: Path, verify: bool = True) -> dict[str, Any]:

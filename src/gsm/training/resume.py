@@ -38,6 +38,12 @@ def ends_interval(trainer: lightning.Trainer) -> bool:
     return ends_step(trainer) and (step % every == 0 or 0 < trainer.max_steps <= step)
 
 
+def sequences_a_step(config: Mapping[str, Any], world: int) -> int | None:
+    """Return the sequences of one step on ``world`` ranks; None where the data have no batches."""
+    batch = config["data"].get("batch_size")
+    return config["global_batch"] or (batch and batch * world)
+
+
 class ResumeState(lightning.Callback):
     """Add the state for an exact resume to every checkpoint, and restore it.
 

@@ -50,10 +50,11 @@ from gsm.training.callbacks.summary import Summary
 from gsm.training.callbacks.tensorboard import Hyperparameters
 from gsm.training.distributed import ranks, shards
 from gsm.training.distributed.sharded import Sharded
-from gsm.training.folder import Start, identity, locked, make_room, moving_back, note, prepare, sequences_a_step
+from gsm.training.folder import Start, identity, locked, make_room, moving_back, note, prepare
 from gsm.training.heap import keep_freed
 from gsm.training.module import LanguageModeling
 from gsm.training.optimizer import AdamW
+from gsm.training.resume import sequences_a_step
 from gsm.training.state import refuse_other_state
 from gsm.training.trainer import build, meet, quiet, refuse_divided
 from gsm_kernels import explain
@@ -158,6 +159,8 @@ def assemble(
     path = config.get("start_from")
     if path and not start.checkpoint:
         weights.take(model, path, config)
+    if path or start.checkpoint:
+        data.first_sequence = weights.first_sequence(config, start.checkpoint)
     task = LanguageModeling(
         model,
         optimizer,
@@ -166,6 +169,7 @@ def assemble(
             "tokenizer": data.tokenizer.to_state() if data.tokenizer else None,
             "fingerprint": dict(data.fingerprint()),
             "started_from": weights.begins(config),
+            "first_sequence": data.first_sequence,
         },
         token_bytes_V=None if data.token_bytes_V is None else torch.from_numpy(data.token_bytes_V),
         measures_accuracy=data.measures_accuracy,

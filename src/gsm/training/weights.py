@@ -10,6 +10,7 @@ on (`gsm.training.folder`), and only settings of the run's end may differ.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from gsm.config.check import ConfigError, contrast, few, flat
@@ -17,6 +18,7 @@ from gsm.config.load import CheckpointError, digest, load_weights, misfits, read
 from gsm.data.module import chosen_tokenizer
 from gsm.data.tokenizer import Tokenizer
 from gsm.models.base import LanguageModel
+from gsm.training.resume import STATE, sequences_a_step
 
 
 def take(model: LanguageModel, path: str, config: Mapping[str, Any]) -> None:
@@ -69,6 +71,22 @@ def tokenizer(path: str, data: Mapping[str, Any]) -> Tokenizer | None:
             there = saved["hyper_parameters"]["config"].get("data", {}).get("tokenizer", kept.kind)
             raise ConfigError(f"data.tokenizer must be {there}, that of start_from={path}, got {named}")
     return kept
+
+
+def first_sequence(config: Mapping[str, Any], checkpoint: Path | None) -> int:
+    """Return the place in the order of training sequences where a run begins, or began if it goes on from a checkpoint.
+
+    It lies behind the sequences of the run that it starts from. With another seed or context these are others, and the
+    place is 0.
+    """
+    saved = read_checkpoint(checkpoint or config["start_from"], mmap=True)
+    before, there = saved.get("first_sequence", 0), saved["hyper_parameters"]["config"]
+    if checkpoint:
+        return before
+    if any(there.get("data", {}).get(key) != config["data"].get(key) for key in ("seed", "context")):
+        return 0
+    a_step = sequences_a_step(there, saved.get(STATE, {}).get("world", 1)) or 0
+    return before + saved["global_step"] * a_step
 
 
 def describe_start(path: str) -> str:
