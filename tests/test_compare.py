@@ -154,6 +154,37 @@ def test_what_does_not_compare_is_said_of_every_run(tmp_path: Path, capsys: pyte
     ]
 
 
+@pytest.mark.parametrize("part", ["", "train"])
+def test_runs_of_an_arm_with_other_settings_have_a_line_of_their_own(experiment: Path, part: str):
+    """The mean of an arm was taken over seeds with different learning rates, and nothing said so."""
+    for arm in ACCURACY:
+        for seed in range(3):
+            run, rate = experiment / arm / f"seed{seed}", 0.05 if (arm, seed) == ("paper", 1) else 0.006
+            if part:
+                facts = json.loads((run / "summary.json").read_text())
+                (run / "summary.json").write_text(json.dumps({**facts, "runs": {part: {}, "measured": {}}}))
+            own = {"optimizer": {"learning_rate": rate}, "data": {"seed": seed, "path": f"/disk{seed}/text"}}
+            places = {"logger": {"save_dir": str(run)}, "start_from": f"{run}/first/seed{seed}", "seed": seed}
+            (run / part / ".hydra").mkdir(parents=True)
+            (run / part / ".hydra/config.yaml").write_text(json.dumps({**own, **places}))
+    table = compare(str(experiment))
+    odd = f"paper ({f'{part}.' if part else ''}optimizer.learning_rate=0.05)"
+    assert [(row.arm, row.runs) for row in table.rows] == [("paper", 2), (odd, 1), ("control", 3)]
+    for name in ("comparison.md", "comparison.html", "comparison.csv"):
+        assert odd in (experiment / name).read_text()
+
+
+@pytest.mark.parametrize(("code", "lines"), [("b", 1), ("a", 2)])
+def test_a_key_that_one_of_two_versions_lacks_is_not_compared(experiment: Path, code: str, lines: int):
+    for seed, config in enumerate(({"optimizer": {"learning_rate": 1}}, {"optimizer": {"learning_rate": 1, "z": 2}})):
+        run = experiment / f"paper/seed{seed}"
+        facts = json.loads((run / "summary.json").read_text())
+        (run / "summary.json").write_text(json.dumps({**facts, "sources": ("a", code)[seed]}))
+        (run / ".hydra").mkdir()
+        (run / ".hydra/config.yaml").write_text(json.dumps(config))
+    assert [row.arm.partition(" ")[0] for row in compare(str(experiment)).rows].count("paper") == lines
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

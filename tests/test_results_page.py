@@ -106,7 +106,7 @@ def test_names_that_are_code_elsewhere_are_text_here(experiment: Path):
     assert "javascript%3Aalert%281%29/seed0/" in page.source
 
 
-@pytest.mark.parametrize("damaged", ["[1, 2]", "{a: b: c}", "\x00", "- {a: 1}\n- [", "null", "a: &a {b: *a}"])
+@pytest.mark.parametrize("damaged", ["[1, 2]", "{a: b: c}", "\x00", "- {a: 1}\n- [", "null"])
 def test_damaged_files_leave_out_what_they_would_have_said(experiment: Path, damaged: str):
     hydra(experiment / "paper/seed0", [], damaged)
     (experiment / "paper/seed0/.hydra/overrides.yaml").write_text(damaged)

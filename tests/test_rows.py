@@ -74,6 +74,69 @@ def test_a_file_with_other_columns_is_not_added_to(folder: Path, tmp_path: Path)
         rows.publish(folder, tmp_path, ["accuracy"])
 
 
+def test_a_run_with_other_settings_than_its_arm_gets_no_row(folder: Path, tmp_path: Path):
+    """compare.py and publish= took the mean of seeds that were trained with different optimisers."""
+    file = folder / "mhc/seed2/.hydra/config.yaml"
+    own = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump({**own, "optimizer": {**own["optimizer"], "weight_decay": 0.9}}))
+    with pytest.raises(ConfigError, match=r"optimizer\.weight_decay"):
+        rows.publish(folder, tmp_path, ["bits_per_byte"])
+    assert not (tmp_path / "residual.csv").exists()
+    file.write_text(yaml.safe_dump(own))
+    rows.publish(folder, tmp_path, ["bits_per_byte"])
+    first = folder / "plain/seed0"  # the rows that are there decide, whichever seed is the odd one
+    (first / ".hydra/config.yaml").write_text(yaml.safe_dump({**own, "optimizer": {"learning_rate": 0.5}}))
+    (first / "summary.json").write_text((first / "summary.json").read_text().replace("1.5,", "1.6,"))
+    with pytest.raises(ConfigError, match=r"optimizer\.learning_rate"):
+        rows.publish(folder, tmp_path, ["bits_per_byte"])
+
+
+def test_rows_of_an_arm_that_were_trained_otherwise_are_a_line_of_their_own(folder: Path, tmp_path: Path):
+    rows.publish(folder, tmp_path, ["bits_per_byte"])
+    columns, (*others, last) = rows.read(tmp_path / "residual.csv")
+    with (tmp_path / "residual.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows([*others, {**last, "learning_rate": "0.05"}])
+    made = rows.table("residual bits_per_byte", tmp_path)
+    assert "| plain | 2 |" in made and "| plain (learning_rate=0.05) | 1 | 1.5200 |" in made and "| mhc | 3 |" in made
+
+
+def test_a_newer_row_that_failed_leaves_the_finished_one(folder: Path, tmp_path: Path):
+    rows.publish(folder, tmp_path, ["bits_per_byte"])
+    summary = folder / "plain/seed1/summary.json"
+    summary.write_text(json.dumps({**json.loads(summary.read_text()), "status": "failed", "reason": "loss is nan"}))
+    assert rows.publish(folder, tmp_path, ["bits_per_byte"]).startswith("1 rows added")
+    assert {(run.arm, run.seed) for run in rows.runs(tmp_path / "residual.csv")} == {
+        (arm, seed) for arm in BITS for seed in range(3)
+    }
+
+
+MARKERS = "<<<<<<< HEAD\n{0}=======\n{0}>>>>>>> theirs\n"
+
+
+@pytest.mark.parametrize("odd", [MARKERS, "{0}a,b\n", '{0}"', "{0},\n", "seed{0}"])
+def test_a_file_with_a_line_that_is_no_row_is_refused_with_its_number(folder: Path, tmp_path: Path, odd: str):
+    """Of a file with the marks of a merge both sides were read, and the last one was published."""
+    rows.publish(folder, tmp_path, ["bits_per_byte"])
+    file = tmp_path / "residual.csv"
+    *lines, last = file.read_text().splitlines(keepends=True)
+    broken = odd.format(last) if odd != "seed{0}" else last.replace(",2,", ",seed2,")
+    file.write_text("".join([*lines, broken]))
+    with pytest.raises(ConfigError, match=r"residual\.csv, line (8|9)"):
+        rows.table("residual bits_per_byte", tmp_path)
+    with pytest.raises(ConfigError, match=r"residual\.csv, line (8|9)"):
+        rows.publish(folder, tmp_path, ["bits_per_byte"])
+
+
+def test_a_row_is_added_below_a_last_line_without_an_end(folder: Path, tmp_path: Path):
+    rows.publish(folder, tmp_path, ["bits_per_byte"])
+    file = tmp_path / "residual.csv"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]).rstrip("\n"))
+    assert rows.publish(folder, tmp_path, ["bits_per_byte"]).startswith("1 rows added")
+    assert len(rows.read(file)[1]) == 7
+
+
 def test_the_table_of_a_marker_has_the_means_and_the_paired_intervals_of_the_rows(folder: Path, tmp_path: Path):
     rows.publish(folder, tmp_path, ["bits_per_byte"])
     page = "before\n<!-- rows: residual bits_per_byte against=plain -->\nstale 1.23\n<!-- end -->\nafter\n"

@@ -44,8 +44,7 @@ def compare(
 
     Shown are the mean and the spread over the seeds of every arm, differences to the first arm seed by seed, learning
     curves, and which runs are not finished. Only arms of the first arm's task (data=) have differences. Every finished
-    run counts, also one that was trained with other settings than the experiment's last command (results.md leaves
-    those out).
+    run counts; one with other settings than the first of its arm has a line of its own (results.md leaves those out).
 
     Args:
         folders: of experiments, logs/<name>; arms of one name in several of them get the experiment's name in front

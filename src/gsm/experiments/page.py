@@ -21,7 +21,7 @@ from gsm import paths
 from gsm.config.check import ConfigError, flat
 from gsm.config.options import opening, saved
 from gsm.experiments import SEVERAL
-from gsm.experiments.table import FOOTNOTE, RunSummary, Table, read_contents
+from gsm.experiments.table import FOOTNOTE, RunSummary, Table, mapping, read_contents, yamls
 from gsm.files import open_regular, read_json
 from gsm.tables import Grid
 from gsm.training.callbacks.progress import clock
@@ -89,7 +89,7 @@ class Report:
         environment.filters["plus_minus"] = lambda cell: str(cell).replace(" +- ", " ± ")
         environment.filters["breaking"] = lambda path: Markup(".<wbr>").join(str(path).split("."))  # which escapes
         first = self._first[:1]
-        experiments = (_mapping(run.summary.get("choices")).get("experiment") for run in self.table.runs)
+        experiments = (mapping(run.summary.get("choices")).get("experiment") for run in self.table.runs)
         questions = dict.fromkeys(_question(str(name)) for name in experiments if name)
         return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
             report=self,
@@ -104,10 +104,10 @@ class Report:
             evaluations=[evaluation for folder in self.folders for evaluation in _evaluations(folder, self.place)],
             differences=self._differences(),
             arms=self._arms(),
-            configuration=[(run.arm, name, _read(file)) for run in first for name, file in _yamls(run).items()],
+            configuration=[(run.arm, name, _read(file)) for run in first for name, file in yamls(run).items()],
             environment=self._environment(),
             data=[
-                [key, _text(value)] for run in first for key, value in flat(_mapping(run.summary.get("data"))).items()
+                [key, _text(value)] for run in first for key, value in flat(mapping(run.summary.get("data"))).items()
             ],
             commands=[line for folder in self.folders for line in _commands(folder)],
             listed=list(self._listed()),
@@ -125,7 +125,7 @@ class Report:
         return [
             (str(arm) if len(described) == 1 else f"{folder.name}/{arm}", shlex.join(map(str, overrides)))
             for folder, arms in described
-            for arm, overrides in _mapping(arms).items()
+            for arm, overrides in mapping(arms).items()
             if isinstance(overrides, list)
         ]
 
@@ -140,8 +140,8 @@ class Report:
         """Return versions, devices and commits, each with its runs."""
         by_value: dict[tuple[str, str], list[str]] = {}
         for run in self.table.runs:
-            versions = {f"version of {name}": x for name, x in flat(_mapping(run.summary.get("versions"))).items()}
-            chosen = {op: str(choice) for op, choice in _mapping(run.summary.get("kernels")).items()}
+            versions = {f"version of {name}": x for name, x in flat(mapping(run.summary.get("versions"))).items()}
+            chosen = {op: str(choice) for op, choice in mapping(run.summary.get("kernels")).items()}
             facts: dict[str, Any] = {key: run.summary.get(key) for key in ("device", "commit")}
             facts |= {"kernels": kernels(chosen) or None, **versions}
             for key, value in facts.items():
@@ -205,18 +205,11 @@ def _commands(folder: Path) -> list[str]:
     return [before + shlex.join(["python", "train.py", *flag, *map(str, overrides)])]
 
 
-def _yamls(run: RunSummary) -> dict[str, Path]:
-    """Return Hydra's configuration of a run; for a run of several parts, the files of the parts that trained."""
-    names = [part for part in _mapping(run.summary.get("runs")) if Path(part).name == part]
-    files = {part: run.folder / part / ".hydra/config.yaml" for part in names or [""]}
-    return {part: file for part, file in files.items() if file.is_file()}
-
-
 def _known(run: RunSummary) -> dict[str, str]:
     """Return the choices and values of a run's configuration by key; keys of several parts begin with its name."""
-    facts = {group: str(choice) for group, choice in _mapping(run.summary.get("choices")).items()}
-    for part, file in _yamls(run).items():
-        values = flat(_mapping(_saved(file)))
+    facts = {group: str(choice) for group, choice in mapping(run.summary.get("choices")).items()}
+    for part, file in yamls(run).items():
+        values = flat(mapping(_saved(file)))
         settings = {key: value for key, value in values.items() if str(key).partition(".")[0] not in OWN}
         facts |= {f"{part}: {key}" if part else str(key): _text(value) for key, value in settings.items()}
     return facts
@@ -224,7 +217,7 @@ def _known(run: RunSummary) -> dict[str, str]:
 
 def _seconds(run: RunSummary) -> float:
     """Return the seconds that a run has trained; for several parts, their sum."""
-    names = [f"runs.{part}.train_seconds" for part in _mapping(run.summary.get("runs"))] or ["train_seconds"]
+    names = [f"runs.{part}.train_seconds" for part in mapping(run.summary.get("runs"))] or ["train_seconds"]
     return math.fsum(run.value(name) or 0.0 for name in names)
 
 
@@ -251,11 +244,6 @@ def _evaluations(folder: Path, place: Path) -> Iterable[dict[str, Any]]:
 def _is_grid(content: Any) -> bool:
     rows = content if isinstance(content, list) else []
     return bool(rows) and all(isinstance(row, list) and row and len(row) == len(rows[0]) for row in rows)
-
-
-def _mapping(content: Any) -> Mapping[str, Any]:
-    """Return a mapping from a file that anyone may have written; an empty one where it is something else."""
-    return content if isinstance(content, Mapping) else {}
 
 
 def _read(file: Path) -> str:

@@ -48,7 +48,7 @@ from gsm.config.check import ConfigError, unknown
 from gsm.config.options import HIDDEN, opening, saved
 from gsm.evaluation.checkpoints import TRAINED
 from gsm.experiments import SEVERAL
-from gsm.experiments.table import RunSummary, Table, summarise
+from gsm.experiments.table import RunSummary, Table, read_runs, summarise, told_apart
 from gsm.files import damage, read_json, write_whole
 from gsm.intervals import Cell, over_windows
 from gsm.tables import Grid, grid_markdown, length_text
@@ -59,6 +59,7 @@ FACTS = (
     *("corpus", "corpus_sha256", "optimizer", "learning_rate", "steps", "tokens", "parameters", "seconds"),
     *("device", "versions"),
 )
+SETTINGS = ("corpus_sha256", "learning_rate", "optimizer", "steps")  # facts in which the seeds of an arm are alike
 LOCAL = ("folder=", "logs=", "jobs=", *(f"{key}=null" for key in SEVERAL))  # where a run lies, and who started it
 ABOVE = re.compile(r"^start_from=/.*/(?=logs/)")  # the machine's part of the path of a checkpoint
 BITS, SUMS = "/bits_per_byte", "/by_document"  # of an evaluation: its number, and nats and bytes of every document
@@ -73,7 +74,8 @@ LENGTHS = (256, 4096, 65536)  # tokens before the one that is decoded
 def publish(folder: Path, into: Path, metrics: Sequence[str]) -> str:
     """Append a row for each run below `logs/<name>`, also in hidden folders, to `<into>/<name>.csv`.
 
-    A run that has not ended has no row yet.
+    A run that has not ended has no row yet. One with other settings than those of its arm is refused: a table has the
+    mean of an arm.
 
     Args:
         folder: of an experiment.
@@ -83,7 +85,7 @@ def publish(folder: Path, into: Path, metrics: Sequence[str]) -> str:
     Returns a sentence: how many rows were added, and where.
 
     Raises:
-        ConfigError: the file has other columns.
+        ConfigError: the file has other columns, or is damaged; or a run has other settings than its arm.
         OSError: the file cannot be written.
     """
     path = into / f"{folder.name}.csv"
@@ -100,15 +102,19 @@ def publish(folder: Path, into: Path, metrics: Sequence[str]) -> str:
             )
         columns = header
     places = [file.parent for file in sorted(folder.rglob("summary.json"))]
-    rows = [row(place, columns) for place in places if re.fullmatch(r"seed-?\d+", place.name)]  # others are parts
-    rows = [line for line in rows if line["status"] not in ("", "running")]
-    new = [line for line in rows if line not in written]
+    rows = {place: row(place, columns) for place in places if re.fullmatch(r"seed-?\d+", place.name)}  # others: parts
+    rows = {place: line for place, line in rows.items() if line["status"] not in ("", "running")}
+    new = [line for line in rows.values() if line not in written]
+    finished = [run for run in read_runs(folder) if run.finished]
+    for run in told_apart(sorted(finished, key=lambda run: rows[run.folder] in new)):
+        if run.arm != run.folder.parent.name and rows[run.folder] in new:
+            raise ConfigError(f"seed {run.seed} must have the settings of its arm in {path.name}, got {run.arm}")
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
-    if not path.is_file():
+    if not (before := path.read_bytes() if path.is_file() else b""):
         writer.writeheader()
     writer.writerows(new)
-    write_whole(path, (path.read_bytes() if path.is_file() else b"") + text.getvalue().encode())
+    write_whole(path, before + b"\n" * (before[-1:] not in b"\n") + text.getvalue().encode())
     return f"{len(new)} rows added to {path}, {len(rows) - len(new)} were there"
 
 
@@ -144,10 +150,19 @@ def row(folder: Path, columns: Sequence[str]) -> dict[str, str]:
 
 
 def read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the columns and the rows of a file, as texts. Raises OSError."""
+    """Return the columns and the rows of a file, as texts. Raises ConfigError for a line that is no row, OSError."""
     with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        return list(reader.fieldnames or ()), list(reader)
+        lines = csv.reader(file, strict=True)
+        header, rows = next(lines, []), []
+        try:
+            for cells in filter(None, lines):
+                rows.append(dict(zip(header, cells, strict=True)))
+                int(rows[-1].get("seed", "0"))
+        except (ValueError, csv.Error) as error:
+            raise ConfigError(
+                f"{path.name}, line {lines.line_num} must be a row of {len(header)} columns: {error}"
+            ) from error
+        return header, rows
 
 
 def runs(path: Path, split: str = "validation") -> list[RunSummary]:
@@ -160,9 +175,14 @@ def runs(path: Path, split: str = "validation") -> list[RunSummary]:
     newest: dict[tuple[str, str], dict[str, str]] = {}
     for line in read(path)[1]:
         tuning = line["split"] == "tuning"
-        if tuning == (split == "tuning") and line["arm"] and line["seed"]:
-            newest[f"{line['arm']} {line['learning_rate']}" if tuning else line["arm"], line["seed"]] = line
-    known = [RunSummary(arm, int(seed), path, _nested(line)) for (arm, seed), line in newest.items()]
+        key = f"{line['arm']} {line['learning_rate']}" if tuning else line["arm"], line["seed"]
+        if tuning == (split == "tuning") and (line["status"] == "finished" or key not in newest):
+            newest[key] = line
+    known = []
+    for (arm, seed), line in newest.items():
+        facts = SETTINGS[:-1] if line.get("reason") else SETTINGS  # a callback has ended it: its steps are a result
+        settings = {name: line[name] for name in facts if name in line}
+        known.append(RunSummary(arm, int(seed), path, _nested(line), settings=settings))
     return [run for run in known if run.finished]
 
 

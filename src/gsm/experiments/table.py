@@ -15,6 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from gsm.config.check import ConfigError, few, flat
+from gsm.config.decisive import LOCAL, decides
+from gsm.config.options import saved
 from gsm.files import read_json
 from gsm.intervals import Cell, over_pairs, over_seeds
 from gsm.tables import WIDTH, Grid, grid_csv, grid_markdown, grid_text, number_text
@@ -49,6 +52,7 @@ class RunSummary:
     folder: Path
     summary: dict[str, Any]
     task: str = ""  # the name that `with_tasks` gives its data
+    settings: Mapping[str, Any] | None = None  # that decide its training, without its seed; None: see `settings`
 
     @property
     def finished(self) -> bool:
@@ -261,10 +265,62 @@ def with_tasks(runs: Iterable[RunSummary]) -> list[RunSummary]:
     return named
 
 
+def mapping(content: Any) -> Mapping[str, Any]:
+    """Return a mapping from a file that anyone may have written; an empty one where it is something else."""
+    return content if isinstance(content, Mapping) else {}
+
+
+def yamls(run: RunSummary) -> dict[str, Path]:
+    """Return Hydra's configuration of a run; for a run of several parts, the files of the parts that trained."""
+    names = [part for part in mapping(run.summary.get("runs")) if Path(part).name == part]
+    files = {part: run.folder / part / ".hydra/config.yaml" for part in names or [""]}
+    return {part: file for part, file in files.items() if file.is_file()}
+
+
+def settings(run: RunSummary) -> Mapping[str, Any]:
+    """Return the values that decide the training of a run, by key, as texts; empty where no yaml beside it has them.
+
+    Its seed is left out, also in paths. Keys of several parts begin with the part's name.
+    """
+    if run.settings is not None:
+        return run.settings
+    values: dict[str, str] = {}
+    for part, file in yamls(run).items():
+        try:
+            config = flat(mapping(saved(file)))
+        except ConfigError:
+            config = {}
+        for key, value in config.items():
+            counts = decides(key) and key not in LOCAL and key.rpartition(".")[2] != "seed"
+            if counts or key in ("start_from", "start_fresh"):
+                text = re.sub(rf"\bseed{run.seed}\b", "seed", str(value))
+                values[f"{part}.{key}" if part else key] = text
+    return values
+
+
+def told_apart(runs: Iterable[RunSummary]) -> list[RunSummary]:
+    """Return the same runs; those with other settings than the first of their arm have an arm of their own.
+
+    Its name is `<arm> (<key>=<value>)`. Of two versions of the code only the keys that both know are compared.
+    """
+    first: dict[str, tuple[RunSummary, Mapping[str, Any]]] = {}
+    named = []
+    for run in runs:
+        own = settings(run)
+        base, others = first.setdefault(run.arm, (run, own))
+        keys, one_code = own.keys() & others.keys(), run.summary.get("sources") == base.summary.get("sources")
+        keys |= own.keys() ^ others.keys() if keys and one_code and run.settings is None else set()
+        unlike = [f"{key}={own.get(key)}" for key in sorted(keys) if own.get(key) != others.get(key)]
+        named.append(replace(run, arm=f"{run.arm} ({few(unlike)})") if unlike else run)
+    return named
+
+
 def summarise(
     runs: Iterable[RunSummary], columns: Sequence[str] = COLUMNS, arms: Collection[str] | None = None
 ) -> Table:
     """Return the table of finished runs, arm by arm; the others are left out.
+
+    Runs of an arm with other settings than its first run are an arm of their own behind it (`told_apart`).
 
     Args:
         runs: of ``read_runs``.
@@ -276,6 +332,10 @@ def summarise(
     runs = with_tasks(run for run in runs if run.finished and (arms is None or run.arm in arms))
     names = list(dict.fromkeys(run.arm for run in runs)) if arms is None else list(arms)
     runs.sort(key=lambda run: (names.index(run.arm), run.seed))
+    of_arm = {name: [name] for name in names}
+    for before, run in zip(runs, apart := told_apart(runs), strict=True):
+        of_arm[before.arm].append(run.arm)
+    runs, names = apart, list(dict.fromkeys(name for own in of_arm.values() for name in own))
     rows = []
     for name in names:
         own = [run for run in runs if run.arm == name]
