@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,23 @@ def test_yamls_and_runs_may_lie_in_a_folder_of_any_name(name: str, tmp_path: Pat
     (trial,) = Experiment(compose(given), given).trials()
     folders = [run.folder for run in trial.runs.values()]
     assert folders == [home / "logs/mine-size_mine/größer/seed0" / run for run in "ab"]
+
+
+@pytest.mark.parametrize("other", [7200, -7200], ids=["another is ahead", "an older one replaces it"])
+def test_an_edited_yaml_is_read_again_whatever_its_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: int):
+    """The newest of all dates decided: in a notebook, the old model was built."""
+    (tmp_path / "size").mkdir()
+    mine, beside = tmp_path / "size/mine.yaml", tmp_path / "size/beside.yaml"
+    monkeypatch.setenv("GSM_CONFIGS", str(tmp_path))
+    beside.write_text("defaults: [pico, _self_]\n")
+    os.utime(beside, (time.time() + other, time.time() + other))
+    for dim in (32, 96):
+        mine.write_text(f"defaults: [pico, _self_]\ndim: {dim}\n")
+        os.utime(mine, (time.time() - dim, time.time() - dim))
+        assert compose(["size=mine"])["model"]["geometry"]["dim"] == dim
+    mine.unlink()
+    with pytest.raises(ConfigError, match="size=mine"):
+        compose(["size=mine"])
 
 
 def test_a_run_has_its_place():

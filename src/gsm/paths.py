@@ -14,10 +14,12 @@ This is also why `kernels/` must never get an `__init__.py`: a regular package w
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +95,14 @@ def config_folders(more: Sequence[Path] = ()) -> list[Path]:
     return list(dict.fromkeys([configs(), *extra, *map(Path, more)]))
 
 
-def stamp(folders: Iterable[Path]) -> float:
-    """Return the time of the last change of a yaml or a folder in these folders."""
-    below = (path for folder in folders for path in [folder, *folder.rglob("*")])
-    return max(path.stat().st_mtime for path in below if path.exists())  # an editor's lock is a dangling link
+def digest(folders: Iterable[Path]) -> str:
+    """Return SHA-256 of the names and contents of all yamls in these folders, in hexadecimal."""
+    total = hashlib.sha256()
+    for file in (file for folder in folders for file in yamls(folder)):
+        with suppress(OSError):  # removed meanwhile, or not to be read: Hydra says so where it is chosen
+            content = file.read_bytes()
+            total.update(b"%s\0%d\0%s" % (os.fsencode(file), len(content), content))
+    return total.hexdigest()
 
 
 def yamls(folder: Path) -> list[Path]:

@@ -88,7 +88,7 @@ def finish(config: DictConfig, folders: Sequence[Path], script: str = "train") -
     _fill_in(plain)
     if script == "train":
         plain |= {group: plain.get(group) or {} for group in NAMED_PARTS}  # a run may have none
-    check(plain, _reference(script, tuple(folders), paths.stamp(folders)))
+    check(plain, _reference(script, tuple(folders), paths.digest(folders)))
     for key in PLACES if script == "train" else ():
         if not (key == "arm" and plain["arms"] is not None):  # of an experiment, it picks some
             check_place(key, plain[key])
@@ -96,7 +96,7 @@ def finish(config: DictConfig, folders: Sequence[Path], script: str = "train") -
 
 
 @functools.lru_cache(maxsize=8)
-def _reference(script: str, folders: tuple[Path, ...], stamp: float) -> dict[str, Any]:
+def _reference(script: str, folders: tuple[Path, ...], digest: str) -> dict[str, Any]:
     """Return `reference`, read again when a yaml has changed."""
     return reference(script, folders)
 
@@ -254,17 +254,17 @@ def _hydra(overrides: Sequence[str], folders: Sequence[Path], script: str) -> Di
     if any(override.is_sweep_override() for override in values):
         values = []  # Hydra refuses them
     choices = tuple(str(override.input_line) for override in parsed if override not in values)
-    composed = copy.deepcopy(_composed(choices, tuple(folders), paths.stamp(folders), script, os.getcwd()))
+    composed = copy.deepcopy(_composed(choices, tuple(folders), paths.digest(folders), script, os.getcwd()))
     ConfigLoaderImpl._apply_overrides_to_config(values, composed)
     composed.hydra.overrides.task = [override.input_line for override in parsed if not override.is_hydra_override()]
     return composed
 
 
 @functools.lru_cache(maxsize=64)
-def _composed(choices: tuple[str, ...], folders: tuple[Path, ...], stamp: float, script: str, here: str) -> DictConfig:
+def _composed(choices: tuple[str, ...], folders: tuple[Path, ...], digest: str, script: str, here: str) -> DictConfig:
     """Compose the variants that are chosen, and restore the global state of Hydra.
 
-    ``stamp`` and ``here`` are keys of the cache: a yaml may change, and relative folders depend on the current one.
+    ``digest`` and ``here`` are keys of the cache: a yaml may change, and relative folders depend on the current one.
     """
     register_resolvers()
     refuse_pipes(*{file.parent for folder in folders[1:] for file in folder.rglob("*.yaml")})

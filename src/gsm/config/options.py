@@ -37,13 +37,7 @@ def groups_of(folders: Sequence[Path]) -> dict[str, set[str]]:
 
 def scripts_of(group: str) -> list[str]:
     """Return the scripts whose yamls have a group, or one above it, in their lists of defaults."""
-    return [script for script, groups in _taken(paths.configs()).items() if group.split("/")[0] in groups]
-
-
-@functools.cache
-def _taken(folder: Path) -> dict[str, set[str]]:
-    """Return the groups of every script's list of defaults, read once: each override of a group asks for them."""
-    return {file.stem: parts(file) for file in sorted(folder.glob("*.yaml"))}
+    return [file.stem for file in sorted(paths.configs().glob("*.yaml")) if group.split("/")[0] in parts(file)]
 
 
 def parts(file: Path) -> set[str]:

@@ -39,7 +39,7 @@ def vetted(node: Any, part: str, directories: Sequence[Path] = ()) -> dict[str, 
     folders = tuple(paths.config_folders(directories))
     if not isinstance(node, Mapping) or "_target_" not in node or "_partial_" in node:
         raise ConfigError(f"{part} is {_shown(node)}, but has to be a mapping with a _target_")
-    _check(node, part, GROUPS[part], _named(GROUPS[part], folders, paths.stamp(folders)))
+    _check(node, part, GROUPS[part], _named(GROUPS[part], folders, paths.digest(folders)))
     cache = node.get("cache_dir")
     if cache is not None and not _is_cache(cache):
         return {**node, "cache_dir": None}  # a file does not choose the folder that is written to
@@ -82,7 +82,7 @@ def _is_cache(folder: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _named(groups: tuple[str, ...], folders: tuple[Path, ...], stamp: float) -> frozenset[str]:
+def _named(groups: tuple[str, ...], folders: tuple[Path, ...], digest: str) -> frozenset[str]:
     """Return every ``_target_`` in the yamls of these groups."""
     files = [file for folder in folders for group in groups for file in paths.yamls(folder / group)]
     return frozenset(name for file in files for name in _targets(content(file)))

@@ -55,10 +55,11 @@ def _own_folder() -> Path:
 def file_digest(path: Path, notes: Path | None) -> str:
     """Return the SHA-256 of a file's contents, in hexadecimal.
 
-    A folder `notes` keeps it. The note holds while the file's size and time of change stay the same.
+    A folder `notes` keeps it. The note holds while nothing has written to the file: `cp -p` and `rsync -t` set the
+    time that `ls` shows, but not the one that the disk notes.
     """
     state = path.stat()
-    facts = {"path": str(path.resolve()), "size": state.st_size, "changed": state.st_mtime_ns}
+    facts = {"path": str(path.resolve()), "size": state.st_size, "inode": state.st_ino, "changed": state.st_ctime_ns}
     note = notes and notes / f"digest-{hashlib.sha256(facts['path'].encode()).hexdigest()[:20]}.json"
     older = (read_json(note) if note else None) or {}
     if facts.items() <= older.items() and "sha256" in older:
