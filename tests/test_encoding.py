@@ -153,3 +153,19 @@ def test_a_tokenizer_never_holds_a_large_file_in_one_piece(tmp_path: Path, monke
     )
     find_or_train(Corpus(tmp_path / "long.txt"), 300, tmp_path / "cache")
     assert longest and longest[0] < 2100
+
+
+def test_the_library_gets_a_long_text_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "long.txt").write_text("A line of a long text, and then another.\n" * 500)
+    (tmp_path / "short.txt").write_text("Another text.\n" * 9)
+    data: dict[str, Any] = {"vocabulary": 300, "context": 16, "batch_size": 2, "path": str(tmp_path)}
+    whole = TextData(**data, cache_dir=str(tmp_path / "whole"))
+    monkeypatch.setattr("gsm.data.tokenizer.PART", 1000)
+    longest: list[int] = []
+    encode = Tokenizer.encode_batch
+    monkeypatch.setattr(
+        Tokenizer, "encode_batch", lambda self, texts: longest.append(max(map(len, texts))) or encode(self, texts)
+    )
+    parts = TextData(**data, cache_dir=str(tmp_path / "parts"))
+    assert np.array_equal(parts.split("train").open(), whole.split("train").open())
+    assert parts.split("train").bytes == whole.split("train").bytes and max(longest) < 1100

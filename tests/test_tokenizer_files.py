@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import lzma
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,16 @@ def byte_level(end: str = "<|endoftext|>", prefix: bool = False) -> tokenizers.T
 def lower_case() -> tokenizers.Tokenizer:
     bpe = byte_level()
     bpe.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase(), normalizers.Replace("x", "")])
+    return bpe
+
+
+def llama_3() -> tokenizers.Tokenizer:
+    """Pieces as those of Llama 3, which join a sign with the lines behind it; and Qwen's normalizer."""
+    bpe = byte_level()
+    words = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    split = pre_tokenizers.Split(tokenizers.Regex(words), "isolated")
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(use_regex=False)])
+    bpe.normalizer = normalizers.NFC()
     return bpe
 
 
@@ -123,6 +135,25 @@ def test_the_ids_of_a_text_are_those_of_the_text_alone(way: str, setting: str, t
     read = Tokenizer.from_state(state) if kind else Tokenizer.from_file(str(tmp_path))
     expected = Tokenizer.from_file(saved(byte_level(), tmp_path)).encode_batch([*TEXTS, "x"])
     assert read.encode_batch([*TEXTS, "x"]) == expected
+
+
+MAKERS: list[Callable[[], Any]] = [byte_level, partial(byte_level, prefix=True), llama_3, lower_case]
+
+
+@pytest.mark.parametrize("make", [*MAKERS, Tokenizer.plain_bytes, lambda: Tokenizer.train(TEXTS, 400)])
+def test_the_ids_of_a_long_text_are_those_of_its_parts(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A plain text of 19 MB took 4.3 GB: the library got 16 million characters at once."""
+    odd = [" ", "  ", "\n", "\n\n ", "\t", ".\n", "e\u0301", " \u0301", "\u3000", "\x1c", "'s"]
+    pieces, random = [*AWKWARD, *TEXTS[0].split(), *odd], np.random.default_rng(0)
+    text = "".join(pieces[number] for number in random.integers(len(pieces), size=3000))
+    learnt = Tokenizer.train([text, *TEXTS], 400)
+    monkeypatch.setattr("gsm.data.tokenizer.PART", 8)
+    assert Tokenizer.train([text, *TEXTS], 400).digest == learnt.digest
+    made = make()
+    tokenizer = made if isinstance(made, Tokenizer) else Tokenizer.from_file(saved(made, tmp_path))
+    parts = list(tokenizer.parts(text))
+    assert "".join(parts) == text and (len(parts) > 100 or make is lower_case)
+    assert [token for row in tokenizer.encode_batch(parts) for token in row] == tokenizer.encode(text)
 
 
 def test_a_panic_of_the_library_is_one_sentence(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def write_ids(
 
 
 def _encoded(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Piece, list[int]]]:
-    """Yield pieces with their ids, an end of text behind each document. Many pieces are encoded at a time."""
+    """Yield parts of pieces with their ids, an end of text behind each document. Many are encoded at a time."""
     parcel: list[Piece] = []
     size = 0
 
@@ -92,12 +92,14 @@ def _encoded(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Pi
         for piece, ids in zip(parcel, tokenizer.encode_batch([piece.text for piece in parcel]), strict=True):
             yield piece, [*ids, tokenizer.end_of_text] if piece.last else ids
 
-    for piece in pieces:
-        parcel.append(piece)
-        size += len(piece.text)
-        if size >= PARCEL or len(parcel) == MOST_PIECES:
-            yield from encode()
-            parcel, size = [], 0
+    for whole in pieces:
+        texts = list(tokenizer.parts(whole.text))
+        for number, text in enumerate(texts, 1):
+            parcel.append(Piece(text, whole.last and number == len(texts)))
+            size += len(text)
+            if size >= PARCEL or len(parcel) == MOST_PIECES:
+                yield from encode()
+                parcel, size = [], 0
     yield from encode()
 
 

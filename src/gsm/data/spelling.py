@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,6 +20,11 @@ def is_byte_level(bpe: tokenizers.Tokenizer) -> bool:
     """Return whether the pieces of a tokenizer are bytes written as characters."""
     part = bpe.pre_tokenizer if bpe.decoder is None else bpe.decoder
     return part is not None and "ByteLevel" in _types(json.loads(part.__getstate__()))
+
+
+def keeps_borders(bpe: tokenizers.Tokenizer) -> bool:
+    """Return whether the words of a text have the ids that they have alone: no normalizer looks for where it begins."""
+    return bpe.normalizer is None or _types(json.loads(bpe.normalizer.__getstate__())) <= {"Sequence", "NFC"}
 
 
 def spell(bpe: tokenizers.Tokenizer, vocabulary: int) -> list[bytes]:
@@ -35,8 +41,9 @@ def spell(bpe: tokenizers.Tokenizer, vocabulary: int) -> list[bytes]:
 
 
 def _types(part: Mapping[str, Any]) -> set[str]:
-    """Return the types of a decoder or pre-tokenizer and of its parts."""
-    return {part["type"]}.union(*map(_types, part.get("decoders") or part.get("pretokenizers") or ()))
+    """Return the types of a part of a tokenizer and of its own parts."""
+    lists = [part.get(kind) or () for kind in ("decoders", "pretokenizers", "normalizers")]
+    return {part["type"]}.union(*(_types(below) for below in chain(*lists)))
 
 
 def byte_of_character() -> dict[str, int]:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ import numpy as np
 
 from gsm.data.description import description, mark_end, of_library, opened, read_description
 from gsm.data.reading import utf8
-from gsm.data.spelling import UNKNOWN, is_byte_level, spell
+from gsm.data.spelling import UNKNOWN, is_byte_level, keeps_borders, spell
 
 if TYPE_CHECKING:
     import tokenizers
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 KINDS = ("bpe", "bytes", "file")  # the last one is made by from_file alone
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST = 257  # 256 bytes and the end of text
+PART = 1 << 16  # characters that the library gets at a time: it takes some two hundred bytes for each
+# Places that no token reaches across: those of GPT-2's pieces, and of any byte-level tokenizer's.
+BORDER, BLANK = re.compile(r"(?<=\S)[ \n]"), re.compile(r"(?<=\S) ")
 LONGEST = 1024  # bytes of a piece that merges may not cross: the library takes the square of its length
 
 
@@ -130,6 +134,12 @@ class Tokenizer:
         with of_library("encode this text"):
             return [row.ids for row in self._bpe.encode_batch_fast(list(map(utf8, texts)), add_special_tokens=False)]
 
+    def parts(self, text: str) -> Iterator[str]:
+        """Yield a text in parts whose ids, one after another, are those of the text."""
+        if self._bpe and self.kind == "file":
+            return _parts(text, BLANK) if keeps_borders(self._bpe) else iter([text])
+        return _parts(text)
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of some ids. Broken UTF-8 becomes U+FFFD, an end of text becomes nothing, as in `stream`."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
@@ -201,6 +211,14 @@ def require_vocabulary(kind: str, vocabulary: int) -> None:
         )
 
 
+def _parts(text: str, border: re.Pattern[str] = BORDER) -> Iterator[str]:
+    start = 0
+    while found := border.search(text, start + PART):
+        yield text[start : found.start()]
+        start = found.start()
+    yield text[start:]
+
+
 def _learn(texts: Iterable[str], vocabulary: int, end: str) -> str:
     """Return the description (tokenizer.json) of a byte-level BPE of at most ``vocabulary`` ids. Id 0 is ``end``.
 
@@ -216,6 +234,6 @@ def _learn(texts: Iterable[str], vocabulary: int, end: str) -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary, special_tokens=[end], initial_alphabet=pieces.alphabet(), show_progress=False
     )
-    bpe.train_from_iterator(texts, trainer)
+    bpe.train_from_iterator((part for text in texts for part in _parts(text)), trainer)
     bpe.pre_tokenizer = pieces
     return bpe.to_str()
