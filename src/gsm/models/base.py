@@ -65,7 +65,7 @@ class Output:
             gradients to this one.
         balances: in training: the expert loads of every layer with experts, in order.
         modes: modes of the call: gradients, autocast and its dtype.
-        head_row: a copy of a row of the head's weight (None: the call recorded no gradients).
+        head_column: a copy of a column of the head's weight (None: the call recorded no gradients).
     """
 
     hidden_BRD: Tensor
@@ -76,7 +76,7 @@ class Output:
     memory: Memory | None = None
     balances: list[Balance] = field(default_factory=list)
     modes: tuple[bool, bool, torch.dtype] | None = None
-    head_row: Tensor | None = None
+    head_column: Tensor | None = None
 
     @property
     def load_LE(self) -> Tensor | None:
@@ -90,7 +90,7 @@ class Output:
 
         Raises RuntimeError if the head has changed since a call that recorded gradients: they would be of no model.
         """
-        if self.head_row is not None and not torch.equal(self.head_row, row_of(self.head)):
+        if self.head_column is not None and not torch.equal(self.head_column, column_of(self.head)):
             raise RuntimeError("logits must be read before the head's weight changes, as by optimizer.step()")
         if self.modes is None or self.modes == modes_of(self.hidden_BRD):
             return self.head(self.hidden_BRD)
@@ -104,9 +104,9 @@ class Output:
             return self.head(self.hidden_BRD)
 
 
-def row_of(head: nn.Module) -> Tensor:
-    """Return the first row of a head's weight."""
-    return next(head.parameters())[0].detach()
+def column_of(head: nn.Module) -> Tensor:
+    """Return the first column of a head's weight: a step of any optimiser changes it, at least for its targets."""
+    return next(head.parameters()).detach()[..., 0]
 
 
 def modes_of(x: Tensor) -> tuple[bool, bool, torch.dtype] | None:
@@ -282,7 +282,7 @@ class LanguageModel(nn.Module, ABC, Observable):
             metrics=trace.metrics | metrics | expert_metrics,
             balances=trace.balances,
             modes=modes,
-            head_row=row_of(self.head).clone() if modes and modes[0] else None,
+            head_column=column_of(self.head).clone() if modes and modes[0] else None,
         )
         if memory is None:
             return out
