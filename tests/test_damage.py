@@ -84,7 +84,6 @@ def test_a_flipped_bit_in_a_weight_is_found_wherever_a_checkpoint_is_used(home: 
 
 
 STATE = "optimizer_states"
-KEPT = "training_state"
 CHANGES: dict[str, tuple[Callable[[dict], object], str]] = {
     "a moment of another shape": (
         lambda saved: saved[STATE][0]["state"][0].update(exp_avg=torch.zeros(3)),
@@ -118,27 +117,7 @@ CHANGES: dict[str, tuple[Callable[[dict], object], str]] = {
         lambda saved: saved[STATE][0]["state"][0].update(step=torch.zeros(7)),
         r"the optimiser's step of model\..* is float32 \[7\], but has to be float32 \[\]",
     ),
-    "a group that trains uphill": (
-        lambda saved: saved[STATE][0]["param_groups"][0].update(maximize=True),
-        r"maximize of its optimiser's group \w+ is True, but has to be False",
-    ),
-    "another weight decay": (
-        lambda saved: saved[STATE][0]["param_groups"][0].update(weight_decay=50.0),
-        r"weight_decay of its optimiser's group \w+ is 50.0, but has to be 0\.\d+",
-    ),
-    "a group less": (
-        lambda saved: saved[STATE][0]["param_groups"].pop(),
-        r"its optimiser has \d groups, but has to have \d",
-    ),
-    "another rate": (
-        lambda saved: saved["lr_schedulers"][0].update(base_lrs=[9.0]),
-        r"the rates of its schedule are \[9.0\], but have to be \[0\.\d+",
-    ),
-    "another place in the schedule": (
-        lambda saved: saved["lr_schedulers"][0].update(last_epoch=9999),
-        r"its schedule is at step 9999, but has to be at step \d",
-    ),
-    "no schedule": (lambda saved: saved.pop("lr_schedulers"), "does not say where its training stood"),
+    "no schedule": (lambda saved: saved.pop("lr_schedulers"), "lr_schedulers is missing"),
     "no counters": (lambda saved: saved.pop("loops"), "loops is missing"),
     "a weight in half precision": (
         lambda saved: saved["state_dict"].update(
@@ -177,55 +156,21 @@ def test_state_that_does_not_fit_is_named_before_anything_is_loaded(name: str, h
         going_on(home, copy)()
 
 
-ODD: dict[str, Callable[[dict], object]] = {
-    "hyper_parameters is 7": lambda saved: saved.update(hyper_parameters=7),
-    "hyper_parameters is missing": lambda saved: saved.pop("hyper_parameters"),
-    "hyper_parameters.config is 7": lambda saved: saved["hyper_parameters"].update(config=7),
-    "hyper_parameters.config.trainer is 7": lambda saved: saved["hyper_parameters"]["config"].update(trainer=7),
-    "hyper_parameters.config.size is 7": lambda saved: saved["hyper_parameters"]["config"].update(size=7),
-    "hyper_parameters.config.global_batch is 'x'": (
-        lambda saved: saved["hyper_parameters"]["config"].update(global_batch="x")
-    ),
-    "hyper_parameters.config.model is missing": lambda saved: saved["hyper_parameters"]["config"].pop("model"),
-    "global_step is 'six'": lambda saved: saved.update(global_step="six"),
-    "global_step is True": lambda saved: saved.update(global_step=True),
-    "global_step is missing": lambda saved: saved.pop("global_step"),
-    "training_state is 7": lambda saved: saved.update({KEPT: 7}),
-    "training_state.world is None": lambda saved: saved[KEPT].update(world=None),
-    "training_state.random.python is {}": lambda saved: saved[KEPT]["random"].update(python={}),
-    "state_dict is []": lambda saved: saved.update(state_dict=[]),
-    "state_dict is missing": lambda saved: saved.pop("state_dict"),
-    "state_dict.model.embedding.weight is 3": lambda saved: saved["state_dict"].update({"model.embedding.weight": 3}),
-    "optimizer_states[0].state is 7": lambda saved: saved[STATE][0].update(state=7),
-    "optimizer_states[0].param_groups is {}": lambda saved: saved[STATE][0].update(param_groups={}),
-    "loops is None": lambda saved: saved.update(loops=None),
-    "tokenizer is 3": lambda saved: saved.update(tokenizer=3),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("said", ODD)
-def test_a_file_of_another_shape_is_one_sentence(said: str, copy: Path):
+@pytest.mark.parametrize("missing", ["hyper_parameters", "global_step", "state_dict"])
+def test_a_file_of_another_program_is_refused_wherever_it_is_read(home: Path, copy: Path, missing: str):
     last = copy / "checkpoints/last.ckpt"
     checkpoint = torch.load(last, weights_only=True)
-    ODD[said](checkpoint)
+    del checkpoint[missing]
     torch.save(checkpoint, last)
-    with pytest.raises(CheckpointError, match=re.escape(f"no checkpoint of a run of this project: {said}")) as error:
-        read_checkpoint(last)
-    assert "\n" not in str(error.value)
-
-
-def test_a_file_of_another_shape_is_refused_wherever_it_is_read(home: Path, copy: Path):
-    last = copy / "checkpoints/last.ckpt"
-    torch.save({**torch.load(last, weights_only=True), "hyper_parameters": 7}, last)
     for use in (lambda: gsm.load_model(last), lambda: gsm.load_model(copy), going_on(home, copy)):
-        with pytest.raises(CheckpointError, match="no checkpoint of a run of this project: hyper_parameters is 7"):
+        with pytest.raises(CheckpointError, match=re.escape(str(last))):
             use()
 
 
 @pytest.mark.parametrize("value", [7, [], "text", None, torch.ones(2)])
 def test_what_is_no_mapping_is_no_checkpoint(value: object, tmp_path: Path):
     torch.save(value, tmp_path / "last.ckpt")
-    with pytest.raises(CheckpointError, match="no checkpoint of a run of this project: its content is"):
+    with pytest.raises(CheckpointError, match="last.ckpt"):
         read_checkpoint(tmp_path / "last.ckpt")
 
 

@@ -9,11 +9,10 @@ import errno
 import io
 import json
 import os
-import stat
 import uuid
 import zipfile
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -92,34 +91,14 @@ def save_whole(content: Any, path: str | os.PathLike[str]) -> None:
     write_whole(path, buffer.getbuffer())
 
 
-def regular(path: str, flags: int) -> int:
-    """Open a regular file; an ``opener`` for `open`. A pipe, a socket or a device is rejected because it might never
-    end.
-
-    Raises:
-        OSError: it cannot be opened, or is not a regular file.
-    """
-    # Without O_NONBLOCK, opening a pipe waits for its writer.
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return descriptor
-
-
-def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """Open a regular file named by a user, for reading bytes. Raises OSError as `regular` does."""
-    return open(path, "rb", opener=regular)
-
-
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Read a regular file of UTF-8 as text, without a byte order mark.
+    """Read a file of UTF-8 as text, without a byte order mark.
 
     Raises:
-        OSError: it cannot be read, is not a regular file, or is larger than `LARGEST`.
+        OSError: it cannot be read, or is larger than `LARGEST`.
         UnicodeDecodeError: it is not UTF-8.
     """
-    with open_regular(path) as file:
+    with open(path, "rb") as file:
         raw = file.read(LARGEST + 1)
     if len(raw) > LARGEST:
         raise OSError(errno.EFBIG, f"it has more than {LARGEST:,} bytes", str(path))
@@ -171,7 +150,7 @@ def _whole_number(digits: str) -> int:
     return int(digits)
 
 
-def misshapen(value: Any, shape: Any, place: str = "", needed: Collection[str] = ()) -> Iterator[str]:
+def misshapen(value: Any, shape: Any, place: str = "") -> Iterator[str]:
     """Yield a description of every difference between a value and its required shape.
 
     Args:
@@ -179,7 +158,6 @@ def misshapen(value: Any, shape: Any, place: str = "", needed: Collection[str] =
         shape: a type; a tuple of alternatives; a dict with the shape of each key (``...`` for all other keys); a list
             with the shape of its elements.
         place: name of the value in the descriptions.
-        needed: keys that must not be missing if the shape has them.
     """
     shapes = shape if isinstance(shape, tuple) else (shape,)
     kinds = tuple(Mapping if isinstance(kind, dict) else list if isinstance(kind, list) else kind for kind in shapes)
@@ -188,14 +166,12 @@ def misshapen(value: Any, shape: Any, place: str = "", needed: Collection[str] =
     for kind in shapes:
         if isinstance(kind, list) and isinstance(value, list):
             for number, element in enumerate(value):
-                yield from misshapen(element, kind[0], f"{place}[{number}]", needed)
+                yield from misshapen(element, kind[0], f"{place}[{number}]")
         if isinstance(kind, dict) and isinstance(value, Mapping):
-            missing = [key for key in kind if key in needed and key not in value]
-            yield from (f"{place}.{key} is missing".removeprefix(".") for key in missing)
             for key, element in value.items():
                 below = kind.get(key, kind.get(...))
                 if below is not None:
-                    yield from misshapen(element, below, f"{place}.{key}" if place else str(key), needed)
+                    yield from misshapen(element, below, f"{place}.{key}" if place else str(key))
 
 
 def refuse_pipes(*folders: Path) -> None:

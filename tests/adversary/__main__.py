@@ -25,7 +25,6 @@ from adversary.world import World  # noqa: E402
 CLASSES: dict[str, tuple[str, float, Callable[[random.Random, World], Case]]] = {
     "payloads": ("a checkpoint that asks for more than parts", 0.22, payloads.case),
     "damage": ("damaged checkpoints", 0.33, damage.flipped),
-    "entries": ("other entries of a checkpoint", 0.14, damage.entries),
     "values": ("bad values of every key", 0.15, values.case),
 }
 KILLS = "kills"

@@ -1,10 +1,8 @@
-"""Files with other bytes than were written; checkpoints with other entries."""
+"""Files with other bytes than were written."""
 
 from __future__ import annotations
 
-import copy
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,79 +79,3 @@ def flipped(draw: random.Random, world: World) -> Case:
                 raise Wrong("it goes on from another content than was written")
 
     return Case(run, f"last.ckpt, {how}, {use}", ("last.ckpt",), outside=(world.home / "cache",))
-
-
-ODD: tuple[Any, ...] = (None, 3, -1, "text", [], {}, [1.5], True, float("nan"))
-TENSORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "one longer": lambda value: torch.cat([value.flatten(), value.flatten()[:1]]),
-    "a scalar": lambda value: value.flatten()[0].clone(),
-    "turned": lambda value: value.mT.contiguous() if value.ndim > 1 and value.mT.shape != value.shape else value[None],
-    "empty": lambda value: torch.empty(0),
-    "half": lambda value: value.half(),
-    "double": lambda value: value.double(),
-    "int64": lambda value: value.long(),
-    "complex": lambda value: value.to(torch.complex64),
-    "nan": lambda value: torch.full_like(value, float("nan")) if value.is_floating_point() else value.half() / 0,
-    "inf": lambda value: torch.full_like(value, float("inf")) if value.is_floating_point() else value.half() / 0,
-    "sparse": lambda value: value.to_sparse() if value.ndim else value.bool(),
-    "in another order in memory": lambda value: value.T.contiguous().T if value.ndim == 2 else value.clone(),
-}
-# A configuration may be another; counters and random states are Lightning's and PyTorch's.
-UNTOUCHED = ("config", "pytorch-lightning_version", "loops", "callbacks", "random")
-
-
-def entries(draw: random.Random, world: World) -> Case:
-    """Change one to three entries of a checkpoint, at any depth; then the run goes on to its end."""
-    checkpoint = copy.deepcopy(world.halfway)
-    titles = [_change(draw, checkpoint) for _ in range(draw.choice([1, 1, 1, 2, 3]))]
-    poisoned = any(word in title for title in titles for word in ("nan", "inf"))
-
-    def run(folder: Path) -> None:
-        config = world.config("half", f"folder={folder / 'run'}")
-        world.put(checkpoint, folder)
-        inside.train(config)
-        ended = torch.load(folder / "run/checkpoints/last.ckpt", weights_only=True)["state_dict"]
-        if poisoned:
-            if not all(value.isfinite().all() for value in ended.values()):
-                raise Wrong("it trained to its end with weights that are not finite")
-        elif not same(ended, world.saved["state_dict"]):
-            raise Wrong("it trained on without a word, to other weights")
-
-    names = ("last.ckpt", "not finite", "model.", "the unfinished run in")
-    return Case(run, "; ".join(titles), names, 60, (world.home / "cache",))
-
-
-def _change(draw: random.Random, checkpoint: dict[str, Any]) -> str:
-    """Change one entry in place; return its place and the change. Half of them are the optimiser's."""
-    start = draw.choice(["", "state_dict", "optimizer_states", "optimizer_states"])
-    path: list[str] = [start]
-    holder: Any = checkpoint.get(start)
-    if not isinstance(holder, dict | list) or not holder:
-        path, holder = [], checkpoint
-    while True:
-        keys = range(len(holder)) if isinstance(holder, list) else [key for key in holder if key not in UNTOUCHED]
-        if not keys:
-            return f"{'.'.join(path)} unchanged"
-        key = draw.choice(keys)
-        path.append(str(key))
-        below = holder[key]
-        # Of lists only those of mappings: others are values, and are replaced as a whole.
-        mappings = isinstance(below, list) and below and isinstance(below[0], dict)
-        if not (mappings or isinstance(below, dict) and below) or draw.random() < 0.1:
-            return f"{'.'.join(path)} {_replace(draw, holder, key)}"
-        holder = below
-
-
-def _replace(draw: random.Random, holder: Any, key: Any) -> str:
-    value = holder[key]
-    how = draw.choice(["gone", "odd", "one more", *(TENSORS if isinstance(value, torch.Tensor) else ())])
-    if how == "gone":
-        del holder[key]
-    elif how == "one more" and isinstance(holder, dict):
-        holder[f"{key}_too"] = copy.deepcopy(value)
-    elif how in TENSORS:
-        holder[key] = TENSORS[how](value)
-    else:
-        holder[key] = draw.choice(ODD)
-        return f"is {holder[key]!r}"
-    return how

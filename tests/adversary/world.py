@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +48,8 @@ class World:
             config["data"]["cache_dir"] = given.pop("data.cache_dir")
         return config | given
 
-    def finish(self, config: dict[str, Any], saves: int = 0) -> None:
-        """A run, in a process of its own, as this one must stay without threads: it is forked from.
-
-        ``saves``: it is killed once it has saved so often.
-        """
+    def finish(self, config: dict[str, Any]) -> None:
+        """A run, in a process of its own, as this one must stay without threads: it is forked from."""
         child = os.fork()
         if not child:
             code = 1
@@ -62,26 +58,17 @@ class World:
                     os.dup2(log.fileno(), 1)
                     os.dup2(log.fileno(), 2)
                 torch.set_num_threads(1)
-                if saves:
-                    _killed_after(saves)
                 inside.train(config)
                 code = 0
             finally:
                 os._exit(code)
         status = os.waitpid(child, 0)[1]
-        if status != (signal.SIGKILL if saves else 0):
+        if status:
             raise RuntimeError((self.home / f"{config['name']}.log").read_text())
 
     def checkpoint(self) -> dict[str, Any]:
         """The run's last, to be changed."""
         return copy.deepcopy(self.saved)
-
-    @functools.cached_property
-    def halfway(self) -> dict[str, Any]:
-        """A checkpoint of the same run, killed on its way: training has something left to do after it."""
-        config = self.config("half")
-        self.finish(config, saves=1)
-        return torch.load(Path(config["folder"]) / "checkpoints/last.ckpt", weights_only=True)
 
     @functools.cached_property
     def needle(self) -> dict[str, Any]:
@@ -105,16 +92,3 @@ def _moved(value: Any, old: str, new: str) -> Any:
     if isinstance(value, list):
         return [_moved(below, old, new) for below in value]
     return value.replace(old, new) if isinstance(value, str) else value
-
-
-def _killed_after(saves: int) -> None:
-    """Ends this process when a checkpoint has got its name so often."""
-    rename, left = os.replace, [saves]
-
-    def replace(old: Any, new: Any, **given: Any) -> None:
-        rename(old, new, **given)
-        left[0] -= str(new).endswith("last.ckpt")
-        if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    os.replace = replace

@@ -23,52 +23,16 @@ from gsm.config.check import ConfigError, check, few, flat
 from gsm.config.compose import compose, parse
 from gsm.config.trust import vetted
 from gsm.data.tokenizer import Tokenizer
-from gsm.files import Damaged, misshapen, verify_archive
+from gsm.files import Damaged, verify_archive
 from gsm.models.base import LanguageModel
 from gsm.models.checks import DEVICES
 from gsm.training.distributed import shards
-from gsm.training.resume import ENTRIES, FORMAT, STATE
+from gsm.training.resume import FORMAT
 
 LAST = "checkpoints/last.ckpt"  # in the folder of a run
 # Arguments of data that older checkpoints name, and those of them that changed the data.
 WITHDRAWN = {"on_corrupt", "longest_line", "digits", "increment", "num_workers", "prepare_workers"}
 CHANGING = ("digits", "increment")
-NUMBER = (int, float)
-NONE = type(None)
-# The kind of every entry of a checkpoint, as `gsm.files.misshapen` reads it. The keys in `NEEDED` have to be there.
-SHAPE: dict[Any, Any] = {
-    "hyper_parameters": {
-        "config": {
-            "model": Mapping,
-            "data": Mapping,
-            "trainer": {"max_steps": int},
-            "global_batch": (int, NONE),
-            "size": Mapping,
-            "choices": {...: (str, NONE)},
-            "callbacks": (Mapping, NONE),
-            "start_from": (str, NONE),
-        }
-    },
-    "state_dict": {...: torch.Tensor},
-    shards.FOLDER: shards.SHAPE,
-    "global_step": int,
-    "optimizer_states": [{"state": {...: Mapping}, "param_groups": [{"params": list}]}],
-    ENTRIES: [{...: [str]}],
-    "lr_schedulers": [{"base_lrs": [NUMBER], "last_epoch": int}],
-    "loops": {"fit_loop": Mapping},
-    "callbacks": {...: Mapping},
-    STATE: {
-        "random": {"torch": torch.Tensor, "python": (list, tuple), "numpy": (list, tuple), "cuda": torch.Tensor},
-        "world": int,
-    },
-    "format": int,
-    "tokenizer": (Mapping, NONE),
-    "fingerprint": (Mapping, NONE),
-    "origin": (str, NONE),
-    "started_from": (str, NONE),
-    "first_sequence": int,
-}
-NEEDED = ("hyper_parameters", "config", "model", "global_step")
 
 
 class CheckpointError(ConfigError):
@@ -264,12 +228,9 @@ def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False, verify: bo
     except Exception as error:  # whatever torch.load's readers meet: RuntimeError, EOFError, UnpicklingError, KeyError
         kind = type(error).__name__
         raise CheckpointError(f"{path} is truncated, or no checkpoint: PyTorch cannot read it ({kind})") from error
-    wrong = list(misshapen(checkpoint, SHAPE, needed=NEEDED))
-    if not wrong and not {"state_dict", shards.FOLDER} & checkpoint.keys():
-        wrong = ["state_dict is missing"]
-    if wrong:
+    if not _of_a_run(checkpoint):
         kind = "an exported model" if path.name in exported.WEIGHTS else "a file of PyTorch"
-        raise CheckpointError(f"{path} is {kind}, but no checkpoint of a run of this project: {few(wrong)}")
+        raise CheckpointError(f"{path} is {kind}, but no checkpoint of a run of this project")
     if checkpoint.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} is of format {checkpoint.get('format', 1)}, and this version reads format {FORMAT}: use the "
@@ -280,6 +241,16 @@ def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False, verify: bo
         return dict(checkpoint) if mmap else shards.whole(checkpoint, path, weights_alone=True)
     except shards.DamagedParts as error:
         raise CheckpointError(str(error)) from error
+
+
+def _of_a_run(checkpoint: Any) -> bool:
+    """Return whether the content of a file has the configuration of a model, a step and weights."""
+    try:
+        model = checkpoint["hyper_parameters"]["config"]["model"]
+    except (LookupError, TypeError):
+        return False
+    weights = {"state_dict", shards.FOLDER} & checkpoint.keys()
+    return isinstance(model, Mapping) and "global_step" in checkpoint and bool(weights)
 
 
 def checkpoint_file(path: str | os.PathLike[str]) -> Path:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from gsm.files import open_regular, read_json, write_json
+from gsm.files import read_json, write_json
 from gsm.paths import ROOT, at_home, in_clone
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def file_digest(path: Path, notes: Path | None) -> str:
     older = (read_json(note) if note else None) or {}
     if facts.items() <= older.items() and "sha256" in older:
         return older["sha256"]
-    with open_regular(path) as file:
+    with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if note:
         with suppress(OSError):  # a cache that can only be read may still hold everything else

@@ -21,7 +21,6 @@ from pathlib import Path
 
 from gsm.data.cache import file_digest
 from gsm.data.reading import SUFFIXES, Piece, holds_many, is_text, read_pieces, without_packing
-from gsm.files import open_regular
 from gsm.paths import at_home
 
 log = logging.getLogger(__name__)
@@ -152,7 +151,7 @@ class Corpus:
         pairs = [(split, name) for split, names in self.files.items() for name in names]
         small = sum(self._bytes(name) for _, name in pairs) <= SMALL
         for split, name in pairs:
-            raw = _content(self._path(name)) if small else file_digest(self._path(name), self.notes).encode()
+            raw = self._path(name).read_bytes() if small else file_digest(self._path(name), self.notes).encode()
             total.update(f"{split}:{len(name.encode())}:{len(raw)}:".encode() + name.encode() + raw)
         if self._divided or any(holds_many(name) for _, name in pairs):
             total.update(json.dumps([self.text_field, self.validation_share if self._divided else None]).encode())
@@ -410,11 +409,6 @@ def _patterns(patterns: str | Sequence[str] | None) -> list[str] | None:
 def _fits(name: str, patterns: Sequence[str]) -> bool:
     """Return whether a file's name fits a pattern, or lies in a folder that fits one."""
     return any(fnmatch.fnmatchcase(name, p) or fnmatch.fnmatchcase(name, f"{p.rstrip('/')}/*") for p in patterns)
-
-
-def _content(path: Path) -> bytes:
-    with open_regular(path) as file:
-        return file.read()
 
 
 def _endings(suffixes: Sequence[str]) -> str:

@@ -1,8 +1,4 @@
-"""Read the description of a tokenizer, a tokenizer.json, and give it to the library.
-
-A damaged number can make the library ask for all memory and end the process. The ids, whose memory it allocates, are
-checked first. SentencePiece's table of characters begins with such a number: it is refused.
-"""
+"""Read the description of a tokenizer, a tokenizer.json, and give it to the library."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gsm.files import open_regular
 from gsm.paths import at_home
 
 if TYPE_CHECKING:
@@ -26,7 +21,6 @@ NAMES = ("tokenizer.json", "tokenizer.json.xz", "tokenizer.json.gz")
 OPEN = {".xz": lzma.LZMAFile, ".gz": gzip.GzipFile}
 OF_A_CALL = ("truncation", "padding", "post_processor")  # settings that cut, fill up or repeat the ids of a text
 LARGEST = 1 << 27  # bytes of a description; the largest in use have 4e7
-IDS = 1 << 22
 
 
 def read_description(given: str) -> dict[str, Any]:
@@ -44,7 +38,7 @@ def read_description(given: str) -> dict[str, Any]:
             f"tokenizer={path} is not allowed because there is no such file. Use bpe, bytes or a tokenizer.json."
         )
     try:
-        with open_regular(path) as raw, OPEN.get(path.suffix.lower(), io.BufferedReader)(raw) as file:
+        with path.open("rb") as raw, OPEN.get(path.suffix.lower(), io.BufferedReader)(raw) as file:
             return description(file.read(LARGEST + 1).decode("utf-8-sig"))
     except (ValueError, OSError, EOFError, lzma.LZMAError) as error:
         raise ValueError(f"{str(path)!r} is not the tokenizer.json of a Hugging Face tokenizer: {error}") from error
@@ -53,17 +47,16 @@ def read_description(given: str) -> dict[str, Any]:
 def description(text: str) -> dict[str, Any]:
     """Return the content of a tokenizer.json after the checks.
 
-    Raise ValueError: it is not JSON, has no model, or has an id or a table that no tokenizer needs.
+    Raise ValueError: it is not JSON, or has no model.
     """
     if len(text) > LARGEST:
         raise ValueError(f"it is larger than {LARGEST:,} bytes")
     try:
-        content = json.loads(text, object_hook=_without_table)
+        content = json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         raise ValueError("it holds no 'model'")
-    _check_ids(content)
     return content
 
 
@@ -118,18 +111,3 @@ def of_library(task: str) -> Iterator[None]:
         if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
             raise
         raise ValueError(f"the tokenizer cannot {task}: {error}") from error
-
-
-def _check_ids(content: Mapping[str, Any]) -> None:
-    vocabulary, added = content["model"].get("vocab"), content.get("added_tokens")
-    ids = [*vocabulary.values()] if isinstance(vocabulary, dict) else []
-    ids += [row.get("id") for row in added if isinstance(row, dict)] if isinstance(added, list) else []
-    for token in ids:
-        if type(token) is not int or not 0 <= token < IDS:
-            raise ValueError(f"it has the id {token!r:.40}; ids lie between 0 and {IDS - 1}")
-
-
-def _without_table(part: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(part.get("precompiled_charsmap", 0), int):  # a number is the id of a piece of this name
-        raise ValueError("it has a precompiled_charsmap, as SentencePiece's. Use a byte-level one, as of GPT-2")
-    return part

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
 
 from gsm import paths
-from gsm.files import open_regular
 
 log = logging.getLogger(__name__)
 PACKED = ("", ".gz", ".xz", ".zst")
@@ -67,11 +66,11 @@ def read_pieces(path: Path, field: str = "text") -> Iterator[Piece]:
     Raises:
         Damaged: the file is cut short, cannot be unpacked, or is hardly text; a line is not JSON or too long; `field`
             is missing or holds no text.
-        OSError: the file cannot be opened, or is not a regular file.
+        OSError: the file cannot be opened.
         ModuleNotFoundError: the package that reads such a file is not installed.
     """
     kind = without_packing(path.name).lower()
-    with damage_named(path), open_regular(path) as file:
+    with damage_named(path), path.open("rb") as file:
         if kind.endswith(".parquet"):
             pieces = _parquet(path, file, field)
         elif kind.endswith(".jsonl"):

@@ -22,7 +22,7 @@ from gsm.config.check import ConfigError, flat
 from gsm.config.options import opening, saved
 from gsm.experiments import SEVERAL
 from gsm.experiments.table import FOOTNOTE, RunSummary, Table, mapping, read_contents, yamls
-from gsm.files import open_regular, read_json
+from gsm.files import read_json
 from gsm.tables import Grid
 from gsm.training.callbacks.progress import clock
 from gsm.training.report import kernels
@@ -249,7 +249,7 @@ def _is_grid(content: Any) -> bool:
 def _read(file: Path) -> str:
     """Return a small text file; empty where it cannot be read."""
     try:
-        with open_regular(file) as opened:
+        with file.open("rb") as opened:
             raw = opened.read(LARGEST + 1)
         return raw.decode("utf-8", errors="replace") if len(raw) <= LARGEST else ""
     except OSError:

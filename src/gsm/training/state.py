@@ -21,7 +21,6 @@ from gsm.training.module import LanguageModeling
 from gsm.training.resume import ENTRIES, STATE
 
 COUNT = ((), torch.float32)  # shape and dtype of an optimiser's count of steps
-RATES = ("lr", "initial_lr")  # of a group of the optimiser: they follow from the schedule
 HALVES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}  # dtype of all parameters with this precision
 
 
@@ -58,8 +57,9 @@ def refuse_other_state(path: Path, task: LanguageModeling, precision: str | None
     }
     try:
         wrong = [*_wrong_tensors(kinds, wanted | _moments(checkpoint, wanted, ordered))]
-        wrong += [*_wrong_settings(checkpoint, optimizer)]
-        wrong += [f"{part} is missing" for part in ("loops", "callbacks", STATE) if not checkpoint.get(part)]
+        wrong += [
+            f"{part} is missing" for part in ("loops", "callbacks", "lr_schedulers", STATE) if not checkpoint.get(part)
+        ]
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{path} does not say where its training stood: {error!r}") from error
     if not wrong:
@@ -69,10 +69,7 @@ def refuse_other_state(path: Path, task: LanguageModeling, precision: str | None
 
 
 def _described(tensors: Mapping[str, Tensor]) -> shards.Described:
-    """Return shape and dtype of every tensor. Raises TypeError for a sparse tensor."""
-    other = [name for name, value in tensors.items() if value.layout is not torch.strided]
-    if other:
-        raise TypeError(f"{few(other)} is sparse")
+    """Return shape and dtype of every tensor."""
     return {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
 
 
@@ -104,28 +101,6 @@ def _wrong_tensors(stored: shards.Described, needed: shards.Described) -> Iterat
             yield f"{name} is missing"
         elif stored[key] != needed[key]:
             yield f"{name} is {_kind(*stored[key])}, but has to be {_kind(*needed[key])}"
-
-
-def _wrong_settings(checkpoint: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Iterator[str]:
-    """Yield a sentence for an optimiser or a schedule that the configuration would not have at this step."""
-    (state,), (schedule,) = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
-    saved, groups = state["param_groups"], optimizer.state_dict()["param_groups"]
-    if len(saved) != len(groups):
-        yield f"its optimiser has {len(saved)} groups, but has to have {len(groups)}"
-    for there, here in zip(saved, groups, strict=False):
-        for key in here:
-            if key not in RATES and _plain(there.get(key)) != _plain(here[key]):
-                group = f"of its optimiser's group {here['name']}"
-                yield f"{key} {group} is {there.get(key, 'missing')!s:.40}, but has to be {here[key]!s:.40}"
-    rates, step = [group["lr"] for group in groups], checkpoint["global_step"]
-    if schedule["base_lrs"] != rates:
-        yield f"the rates of its schedule are {schedule['base_lrs']!s:.40}, but have to be {rates!s:.40}"
-    if schedule["last_epoch"] != step:
-        yield f"its schedule is at step {schedule['last_epoch']!s:.40}, but has to be at step {step}"
-
-
-def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _kind(shape: tuple[int, ...], dtype: torch.dtype) -> str:

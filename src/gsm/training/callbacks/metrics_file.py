@@ -15,7 +15,7 @@ from typing import Any
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import Logger
 
-from gsm.files import open_regular, regular, write_whole
+from gsm.files import write_whole
 
 HEADER = "step,name,value\n"
 LINE = re.compile(r"(\d{1,15}),[^,\n]+,[^,\n]+\n")
@@ -67,7 +67,7 @@ class MetricsFile(Logger):
         lines = [f"{step},{name},{value:.8g}\n" for name, value in sorted(metrics.items()) if name != "epoch"]
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a", encoding="utf-8", opener=regular) as file:
+            with open(self.path, "a", encoding="utf-8") as file:
                 file.write(("" if file.tell() else HEADER) + "".join(lines))
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
@@ -93,5 +93,4 @@ class MetricsFile(Logger):
 
 def _lines(path: str | os.PathLike[str]) -> list[str]:
     """Return the lines of such a file, garbled bytes replaced. Raises OSError."""
-    with open_regular(path) as file:
-        return file.read().decode("utf-8", errors="replace").splitlines(keepends=True)
+    return Path(path).read_bytes().decode("utf-8", errors="replace").splitlines(keepends=True)

@@ -28,9 +28,6 @@ from torch.distributed.tensor import DTensor
 
 FOLDER = "shards"  # beside the small file; also the key in it
 WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
-# The small file's entry for its parts, as `gsm.config.load.SHAPE` describes entries: the folder, the names of the
-# optimiser's parameters in its order, size and CRC-32 of each file.
-SHAPE = {"folder": str, "names": [str], "files": {...: [int]}}
 Tensors = dict[str, Tensor]
 Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
