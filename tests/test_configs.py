@@ -308,6 +308,7 @@ def started(given: list[str], sweep: bool, act: Callable[[dict[str, Any]], None]
     mode = ["hydra.mode=MULTIRUN"] if sweep else []
     with hydra.initialize_config_dir(str(configs()), job_name="train", version_base="1.3"):
         config = hydra.compose("train", [*given, *mode], return_hydra_config=True)
+    mp.setattr(command_line, "prepared", True)
     mp.setattr(HydraConfig.instance(), "cfg", None)
     HydraConfig.instance().set_config(config)
     command_line.run(act, OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))

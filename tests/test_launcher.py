@@ -10,17 +10,19 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobReturn, JobRuntime, JobStatus
 from omegaconf import DictConfig, OmegaConf
 from test_experiment import TOY, configs, fake, place, read_csv, signal_when, starts, toy
 from test_experiment_cli import TINY, output
 
+from gsm.config import compose as composing
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.experiments import execute as experiments
@@ -182,13 +184,18 @@ def test_a_job_of_several_processes_is_refused(line: str):
     launcher.check_available(["experiment=toy", "hydra/launcher=basic"])
 
 
-def test_composing_a_configuration_leaves_hydra_as_it_was(monkeypatch: pytest.MonkeyPatch):
-    """It was replaced by a copy that was not at work, and no launcher could be made from that."""
-    main = GlobalHydra.instance()
-    monkeypatch.setattr(main, "hydra", "at work")
-    compose([])
-    assert GlobalHydra.instance() is main
-    assert main.hydra == "at work"
+def test_composing_a_configuration_leaves_hydra_as_it_was():
+    """It was replaced by a copy that was not at work, and no launcher could be made from that. In an application of
+    one's own, the jobs after the first composition had the name of ours."""
+    before = Singleton.get_state()
+    try:
+        GlobalHydra.instance().hydra = cast(Any, "at work")
+        JobRuntime.instance().set("name", "mine")
+        composing._composed.cache_clear()
+        compose([])
+        assert (GlobalHydra.instance().hydra, JobRuntime.instance().get("name")) == ("at work", "mine")
+    finally:
+        Singleton.set_state(before)
 
 
 @pytest.mark.slow

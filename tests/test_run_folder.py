@@ -31,7 +31,7 @@ from gsm.training import folder as run_folder
 from gsm.training import run as fit
 from gsm.training.callbacks.checkpoints import Latest
 from gsm.training.callbacks.interruption import Interrupted
-from gsm.training.callbacks.metrics_file import MetricsFile, read_metrics
+from gsm.training.callbacks.metrics_file import MetricsFile
 from gsm.training.distributed.shards import DamagedParts
 from gsm.training.folder import Start, differences, finished, make_room, prepare
 from gsm.training.resume import FORMAT, STATE
@@ -297,7 +297,7 @@ def test_a_run_that_is_shorter_than_the_checkpoint_it_begins_with_is_refused(tmp
 
 
 def test_what_to_type_starts_nothing_over(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(command_line.HydraConfig, "initialized", lambda: True)
+    monkeypatch.setattr(command_line, "prepared", True)
     monkeypatch.setattr(sys, "argv", ["train.py", "seed=1", "name=old run", "resume=never"])
     assert command_line.again().split(" ", 1)[1] == "train.py seed=1 'name=old run'"
 
@@ -322,17 +322,6 @@ def test_a_step_may_be_divided_otherwise(tmp_path: Path, batch: int, devices: in
     assert prepare(branch(tmp_path / "other", last, **options), world=world).checkpoint == last
     with pytest.raises(CheckpointError, match=r"differs in sequences a step \(8 there, 24 here"):
         prepare(config(tmp_path / "run", global_batch=24, **options), world=world)
-
-
-@pytest.mark.parametrize("name", ["metrics.csv", "summary.json", ".lock", "checkpoints/last.ckpt"])
-def test_a_pipe_in_the_folder_is_not_waited_for(tmp_path: Path, name: str):
-    (tmp_path / "checkpoints").mkdir()
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(ConfigError, match=f"{tmp_path / name} is not allowed because it is no file"):
-        prepare(config(tmp_path))
-    with pytest.raises(ConfigError, match="is no file"), run_folder.locked(tmp_path):
-        pass
-    assert read_metrics(tmp_path / name) == {}
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])

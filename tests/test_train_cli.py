@@ -297,3 +297,30 @@ def test_variants_stand_side_by_side(tmp_path: Path, processes: Any):
     assert len({path.parts[0] for path in found}) == 2 and not (tmp_path / "logs/.replaced").exists()
     for path in found:
         assert "model/writer" in (tmp_path / "logs/default" / path / ".hydra/overrides.yaml").read_text()
+
+
+APPLICATION = """
+import json, hydra
+from hydra.core.hydra_config import HydraConfig
+from gsm.config.command_line import again
+from gsm.config.compose import compose
+from gsm.training.folder import note
+from pathlib import Path
+
+@hydra.main(version_base=None, config_path=None)
+def main(config):
+    note(Path("run"), compose(["size=pico", "seed=3"]))
+    print(json.dumps([HydraConfig.get().job.name, again()]))
+
+main()
+"""
+
+
+def test_in_a_hydra_application_its_overrides_are_not_those_of_a_run(tmp_path: Path, processes: Any):
+    """They were noted, and its command printed, as those of the run; the name of its second job was ours."""
+    (tmp_path / "app.py").write_text(APPLICATION)
+    words = ["-m", "+mine=1,2", f"hydra.sweep.dir={tmp_path}/sweep"]
+    done = typed(processes, tmp_path, str(tmp_path / "app.py"), *words)
+    printed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
+    assert printed == [["app", "the same call of train"]] * 2, done.stdout + done.stderr
+    assert not (tmp_path / "run").exists()

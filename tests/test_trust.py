@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -214,16 +213,6 @@ def test_folders_of_yamls_are_added_up(tmp_path, monkeypatch, processes):
     assert "trainer.max_time=1 is not allowed" in done.stderr
     printed = refused(processes, tmp_path, GSM_CONFIGS=str(tmp_path / "gone")).stderr
     assert printed == f"error: GSM_CONFIGS names {tmp_path / 'gone'}, but there is no such folder\n"
-
-
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("place", ["model/writer/mine.yaml", "model/_base.yaml", "mine.yaml"])
-def test_a_pipe_among_yamls_is_not_waited_for(place, tmp_path):
-    (tmp_path / "model/writer").mkdir(parents=True)
-    (tmp_path / "model/own.yaml").write_text("defaults: [gsm, _base, /mine]\n")
-    os.mkfifo(tmp_path / place)
-    with pytest.raises(ConfigError, match=f"{place} is not allowed because it is no file"):
-        compose(["model=own"], directories=[tmp_path])
 
 
 def test_a_model_that_could_not_be_loaded_again_is_not_trained(tmp_path, processes):

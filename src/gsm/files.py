@@ -19,8 +19,6 @@ from typing import Any, BinaryIO
 
 import torch
 
-from gsm.errors import ConfigError
-
 BLOCK = 1 << 22  # bytes per read
 LARGEST = 1 << 27  # largest file that is read at once, in bytes
 DIRECTORY = 0x10  # ZIP directory flag; PyTorch reads an entry with this flag as zeros, so it is rejected
@@ -172,14 +170,6 @@ def misshapen(value: Any, shape: Any, place: str = "") -> Iterator[str]:
                 below = kind.get(key, kind.get(...))
                 if below is not None:
                     yield from misshapen(element, below, f"{place}.{key}" if place else str(key))
-
-
-def refuse_pipes(*folders: Path) -> None:
-    """Raise ConfigError for a pipe, a socket or a device in these folders, because opening it may never return."""
-    for folder in folders:
-        for path in folder.iterdir() if folder.is_dir() else ():
-            if path.exists() and not (path.is_file() or path.is_dir()):
-                raise ConfigError(f"{path} is not allowed because it is no file. Move it away, or use another folder.")
 
 
 class Damaged(ValueError):

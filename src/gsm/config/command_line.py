@@ -44,6 +44,7 @@ TRUTH = {"true": True, "false": False}
 NAMED = re.compile(r"[A-Za-z_]\w*=")
 TILDE = re.compile(r"=(~[^'\",\[\]{}]*)$")  # a path in the home, which Hydra reads only in quotes
 TEXTS = ("prompt", "text")  # arguments that may begin with any character
+prepared = False  # whether this process is a command of the project, and no application that calls it
 
 
 def prepare(script: str = "train", part: str | None = None) -> None:
@@ -55,6 +56,8 @@ def prepare(script: str = "train", part: str | None = None) -> None:
         script: whose yaml is composed.
         part: a key of that yaml whose values may be given without its name.
     """
+    global prepared
+    prepared = True
     terminal.outlive()
     register_resolvers()
     if os.environ.get("HYDRA_FULL_ERROR") != "1" or OURS in os.environ:
@@ -144,7 +147,7 @@ def take_cfg_runs() -> bool:
 
 def sweeping() -> bool:
     """Return whether this is a job of a sweep (``-m``), which other jobs follow."""
-    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+    return prepared and HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def call(function: Callable[..., object], script: str, arguments: Sequence[str] | None = None) -> None:
@@ -264,7 +267,7 @@ KINDS: dict[Any, tuple[Callable[[str], Any], str]] = {  # by annotation: how a w
 
 def again() -> str:
     """Return the command that runs this process once more, so that it goes on; for Python, the call to repeat."""
-    if not HydraConfig.initialized():
+    if not prepared:
         return "the same call of train"
     words = [word for word in sys.argv[1:] if word != "resume=never"]
     words = [word for word in words if word != searchpath_word(paths.config_folders()[1:])]

@@ -18,6 +18,8 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.core.singleton import Singleton
+from hydra.core.utils import setup_globals
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -28,7 +30,6 @@ from gsm.config import naming
 from gsm.config.check import NAMED_PARTS, PLACES, ConfigError, check, check_place, check_readable, unknown
 from gsm.config.options import groups_of, listing, reference, unreadable
 from gsm.config.trust import vetted
-from gsm.files import refuse_pipes
 from gsm.models.schedule import local_reach
 
 # Words for the gap of a task: longer than GSM carries anything without a bank, than GSM with the writer `delta` does
@@ -63,7 +64,8 @@ def compose(overrides: Iterable[str] = (), directories: Sequence[Path] = (), scr
 
 
 def finish(config: DictConfig, folders: Sequence[Path], script: str = "train") -> dict[str, Any]:
-    """Resolve a composed configuration, check it, and note the choice of every group under ``choices``.
+    """Resolve a composed configuration, check it, and note the choice of every group under ``choices``, and the
+    ``overrides``.
 
     ``HydraConfig`` has to be set, as it is inside a job. Raises ConfigError.
     """
@@ -92,7 +94,7 @@ def finish(config: DictConfig, folders: Sequence[Path], script: str = "train") -
     for key in PLACES if script == "train" else ():
         if not (key == "arm" and plain["arms"] is not None):  # of an experiment, it picks some
             check_place(key, plain[key])
-    return {**plain, "choices": choices}
+    return {**plain, "choices": choices, "overrides": list(job.overrides.task)}
 
 
 @functools.lru_cache(maxsize=8)
@@ -267,17 +269,15 @@ def _composed(choices: tuple[str, ...], folders: tuple[Path, ...], digest: str, 
     ``digest`` and ``here`` are keys of the cache: a yaml may change, and relative folders depend on the current one.
     """
     register_resolvers()
-    refuse_pipes(*{file.parent for folder in folders[1:] for file in folder.rglob("*.yaml")})
     search = [searchpath_word(folders[1:])] if folders[1:] else []
-    main = GlobalHydra.instance()
-    before = main.hydra
-    main.clear()  # inside a job Hydra is at work already, and there is only one
+    setup_globals()  # Hydra's own resolvers are needed afterwards
+    before = Singleton.get_state()
+    GlobalHydra.instance().clear()  # inside a job Hydra is at work already, and there is only one
     try:
         with hydra.initialize_config_dir(str(paths.configs()), job_name=script, version_base="1.3"):
             return hydra.compose(script, [*choices, *search], return_hydra_config=True)
     finally:
-        GlobalHydra.set_instance(main)  # initialize_config_dir leaves an empty copy in its place
-        main.hydra = before
+        Singleton.set_state(before)  # initialize_config_dir changes the job's name, too
 
 
 def register_resolvers() -> None:

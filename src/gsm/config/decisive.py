@@ -19,7 +19,7 @@ ENDING = {"optimizer.decay_fraction"}
 DIVIDING = ("data.batch_size", "global_batch", "trainer.devices", "trainer.num_nodes", "trainer.context")
 
 # Where the same data lie on each machine, and how they are read there: the data's fingerprint tells whether they are.
-LOCAL = {"data.path", "data.cache_dir"}
+LOCAL = {"data.path", "data.cache_dir", "overrides"}
 
 
 def decides(key: str, branches: bool = False, divided: bool = False) -> bool:

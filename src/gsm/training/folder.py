@@ -15,13 +15,13 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from gsm.config import command_line
 from gsm.config.check import ConfigError, contrast, few, flat, parameters, shortened, unlike
 from gsm.config.decisive import decides
 from gsm.config.load import LAST, CheckpointError, checkpoint_file, read_checkpoint
-from gsm.files import damage, read_json, refuse_pipes, sweep
+from gsm.files import damage, read_json, sweep
 from gsm.training import weights
 from gsm.training.distributed import shards
 from gsm.training.resume import STATE, sequences_a_step
@@ -188,11 +188,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 def note(folder: Path, config: Mapping[str, Any]) -> None:
     """Write the configuration and the overrides of the command line to ``.hydra``; nothing in a call from Python."""
-    if HydraConfig.initialized():
+    if command_line.prepared:
         (folder / ".hydra").mkdir(parents=True, exist_ok=True)
-        refuse_pipes(folder / ".hydra")
-        values = {key: value for key, value in config.items() if key != "choices"}
-        for name, content in (("config", values), ("overrides", list(HydraConfig.get().overrides.task))):
+        values = {key: value for key, value in config.items() if key not in ("choices", "overrides")}
+        for name, content in (("config", values), ("overrides", config["overrides"])):
             OmegaConf.save(OmegaConf.create(content), folder / f".hydra/{name}.yaml")
 
 
@@ -204,7 +203,6 @@ def _make(folder: Path) -> None:
         raise ConfigError(
             f"folder={folder} is not allowed because it cannot be made. Use another folder= or logs=."
         ) from error
-    refuse_pipes(folder, folder / "checkpoints")
 
 
 def _status(folder: Path) -> str | None:
