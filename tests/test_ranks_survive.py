@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -272,6 +273,65 @@ def test_lightning_starts_ranks_by_itself(home: Path):
     output, folder = typed(home, "lightning", "lightning")
     assert output.count("model    gsm") == output.count("step 12/12") == 1
     assert read_checkpoint(folder)[STATE]["world"] == 2
+
+
+EDITED = """import os, lightning, pathlib
+
+class Edited(lightning.Callback):
+    def __init__(self, file):
+        if "LOCAL_RANK" not in os.environ:
+            pathlib.Path(file).write_text(pathlib.Path(file).read_text().replace("1e-3", "3e-2"))
+
+    def on_train_start(self, trainer, task):
+        folder = pathlib.Path(task.hparams["config"]["folder"])
+        rate = task.hparams["config"]["optimizer"]["learning_rate"]
+        (folder / f"rank{trainer.global_rank}").write_text(str(rate))
+"""
+
+
+@pytest.mark.timeout(600)
+def test_a_rank_that_lightning_starts_composes_nothing(home: Path, tmp_path: Path):
+    """A yaml that was saved meanwhile, or a name with the time, made another run of it, in another folder."""
+    (tmp_path / "own/experiment").mkdir(parents=True)
+    mine = tmp_path / "own/experiment/mine.yaml"
+    mine.write_text("# @package _global_\noptimizer: {learning_rate: 1e-3}\n")
+    (tmp_path / "edited.py").write_text(EDITED)
+    words = ["experiment=mine", *overrides(home, "composed-${now:%S%f}", "lightning")]
+    words += ["+callbacks.edited._target_=edited.Edited", f"+callbacks.edited.file={mine}"]
+    flag = f"--config-dir={tmp_path / 'own'}"
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, str(ROOT / "train.py"), flag, *words]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {file.name: file.read_text() for file in home.glob("logs/composed-*/*/seed0/rank*")}
+    assert found == {"rank0": "0.001", "rank1": "0.001"} and "3e-2" in mine.read_text()
+
+
+SCRIPT = """import pathlib, sys
+from gsm.config.compose import compose
+from gsm.training import run
+
+def edit(*given, begin=run._begin):
+    begin(*given)
+    for path in pathlib.Path("text").iterdir():
+        path.write_text(path.read_text() + "one more line\\n")
+
+run._begin = edit  # only the leading rank calls it, when it has opened its data
+run.train(compose(sys.argv[1:]))
+"""
+
+
+@pytest.mark.timeout(600)
+def test_a_rank_that_lightning_starts_with_other_data_is_refused(home: Path, tmp_path: Path):
+    """They were compared before there were any."""
+    shutil.copytree(home / "text", tmp_path / "text")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    words = [word.replace(str(home), str(tmp_path)) for word in overrides(home, "data", "lightning")]
+    done = subprocess.run(
+        [sys.executable, "script.py", *words], cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode and re.search(r"ConfigError: the data's \w+=", done.stderr), done.stdout + done.stderr
+    assert not list(tmp_path.rglob("*.ckpt"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")

@@ -1,4 +1,4 @@
-"""A command works on when its terminal goes away, and Ctrl-C during its imports shows nobody a stack."""
+"""A command works on when its terminal goes away."""
 
 from __future__ import annotations
 
@@ -43,18 +43,6 @@ def test_a_full_disk_is_no_terminal():
         command = [sys.executable, "-c", WRITES, os.devnull]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=WITH, check=False)
     assert done.returncode and "No space left on device" in done.stderr
-
-
-def test_ctrl_c_while_importing_ends_without_a_word():
-    """It printed 25 lines of PyTorch's modules."""
-    waits = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have ignored it\n"
-        "from gsm.terminal import importing\nimport time\nwith importing():\n  print('', flush=True); time.sleep(60)"
-    )
-    child = subprocess.Popen([sys.executable, "-c", waits], stdout=-1, stderr=-1, env=WITH, text=True)
-    assert child.stdout is not None and child.stdout.readline() == "\n"
-    child.send_signal(signal.SIGINT)
-    assert child.communicate() == ("", "") and child.returncode == -signal.SIGINT
 
 
 def test_a_hangup_is_answered_unless_the_process_was_started_to_outlive_it():

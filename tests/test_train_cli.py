@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch.utilities import rank_zero_only
 from short_runs import BY_MODEL, BYTES, NO_PICTURES, SIZES, typed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -18,6 +19,7 @@ import gsm
 from gsm.config import command_line
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
+from gsm.config.handed import hand_on
 from gsm.config.load import CheckpointError, load_tokenizer
 from gsm.evaluation.checkpoints import checkpoints
 from gsm.evaluation.generate import generate
@@ -297,6 +299,17 @@ def test_variants_stand_side_by_side(tmp_path: Path, processes: Any):
     assert len({path.parts[0] for path in found}) == 2 and not (tmp_path / "logs/.replaced").exists()
     for path in found:
         assert "model/writer" in (tmp_path / "logs/default" / path / ".hydra/overrides.yaml").read_text()
+
+
+def test_a_run_of_an_experiment_trains_what_its_parent_has_composed(tmp_path: Path, processes: Any):
+    """Its words may say something else by then: it composes nothing."""
+    words = [*arguments(tmp_path), *QUICK]
+    planned = compose([*words, "optimizer.weight_decay=0.3"])
+    done = typed(processes, tmp_path, "train.py", *words, **hand_on(planned))
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = tmp_path / "logs/default/gsm/seed0"
+    assert yaml.safe_load((folder / ".hydra/config.yaml").read_text())["optimizer"]["weight_decay"] == 0.3
+    assert yaml.safe_load((folder / ".hydra/overrides.yaml").read_text()) == planned["overrides"]
 
 
 APPLICATION = """

@@ -9,26 +9,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import hydra
+from omegaconf import DictConfig
+
 from gsm import paths, threads
+from gsm.config import command_line
+from gsm.config.handed import handed_on
+from gsm.experiments import SEVERAL, launcher
 from gsm.signals import leave_with_parent
-from gsm.terminal import importing
-
-with importing():
-    from omegaconf import DictConfig
-
-    from gsm.config import command_line
-    from gsm.experiments import SEVERAL, launcher
 
 
 def train() -> None:
     """Train a model, or all models of an experiment."""
-    with importing():
-        import hydra
 
     def run(config: DictConfig) -> None:
         if lists:
-            with importing():
-                from gsm.experiments import execute
+            from gsm.experiments import execute
+
             with command_line.errors_as_sentences():
                 execute.print_runs(config)
         else:
@@ -37,13 +34,13 @@ def train() -> None:
 
     def job(plain: dict[str, Any]) -> None:
         if any(plain[name] is not None for name in (*SEVERAL, "runs")):
-            with importing():
-                from gsm.experiments import execute
+            from gsm.experiments import execute
+
             execute.run(plain)
         else:
             launcher.refuse_single()
-            with importing():
-                from gsm.training import run as training
+            from gsm.training import run as training
+
             swept.extend([Path(plain["folder"])] if command_line.sweeping() else [])
             training.train(plain)
 
@@ -52,6 +49,13 @@ def train() -> None:
     leave_with_parent()
     lists = command_line.take_cfg_runs()
     command_line.prepare()
+    if composed := handed_on():
+        from gsm.training import run as training
+
+        threads.settle()
+        with command_line.errors_as_sentences():
+            training.train(composed)
+        return
     with command_line.errors_as_sentences():
         launcher.check_available(sys.argv[1:])
     try:
@@ -71,27 +75,24 @@ def train() -> None:
 
 def evaluate() -> None:
     """Score trained checkpoints."""
-    with importing():
-        from gsm.evaluation import commands
-    threads.settle()
+    from gsm.evaluation import commands
 
+    threads.settle()
     leave_with_parent()
     commands.call(sys.argv[1:])
 
 
 def generate() -> None:
     """Write text with a trained model."""
-    with importing():
-        from gsm.evaluation.generate import generate
-    threads.settle()
+    from gsm.evaluation.generate import generate
 
+    threads.settle()
     command_line.call(generate, "generate.py")
 
 
 def compare() -> None:
     """Compare the runs of one or several experiments."""
-    with importing():
-        from gsm.experiments.compare import compare
+    from gsm.experiments.compare import compare
 
     command_line.call(compare, "compare.py")
 
@@ -99,10 +100,9 @@ def compare() -> None:
 def explore() -> None:
     """Show the computation of a trained model at every token of a text."""
     _require("explorer")
-    with importing():
-        from gsm.explorer.command import write
-    threads.settle()
+    from gsm.explorer.command import write
 
+    threads.settle()
     command_line.call(write, "explore.py")
 
 
@@ -110,8 +110,7 @@ def export() -> None:
     """Write a trained model as a folder for transformers."""
     _require("hf")
     try:
-        with importing():
-            from gsm.hf.export import export
+        from gsm.hf.export import export
     except ModuleNotFoundError as error:
         raise SystemExit(f"error: export.py needs {error.name}: {paths.install('hf')}") from error
 

@@ -1,15 +1,11 @@
-"""Handling of a closed terminal, and of Ctrl-C during the imports of a command."""
+"""Handling of a closed terminal."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 GONE = (errno.EIO, errno.EPIPE)  # errors of a closed terminal, and of a pipe without a reader
@@ -27,20 +23,6 @@ def outlive() -> None:
             raw = _Lasting(stream.fileno(), "w", closefd=False)
             how = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
             setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), **how))
-
-
-@contextlib.contextmanager
-def importing() -> Iterator[None]:
-    """Make Ctrl-C end the process silently: no work has begun, and Python would print the stack of imports."""
-    before = signal.getsignal(signal.SIGINT)
-    changes = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
-    if changes:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        if changes:
-            signal.signal(signal.SIGINT, before)
 
 
 class _Lasting(io.FileIO):

@@ -27,6 +27,7 @@ from omegaconf import DictConfig
 from gsm import paths, terminal
 from gsm.config.check import ConfigError, check_readable, unknown
 from gsm.config.compose import SEARCH, explain, from_job, register_resolvers, searchpath_word
+from gsm.config.handed import COMPOSED
 from gsm.config.options import mapping
 from gsm.training.distributed.ranks import rank
 
@@ -69,7 +70,7 @@ def prepare(script: str = "train", part: str | None = None) -> None:
     ]
     parsed, strange = get_args_parser().parse_known_args(sys.argv[1:])
     _own_configs(parsed.config_dir)
-    if parsed.help or parsed.hydra_help or parsed.shell_completion:
+    if parsed.help or parsed.hydra_help or parsed.shell_completion or COMPOSED in os.environ:
         return
     with errors_as_sentences():
         if strange:

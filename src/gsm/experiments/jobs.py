@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from gsm.config.handed import hand_on
 from gsm.signals import PARENT, answered
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -41,6 +42,7 @@ class Child:
         self._signals = 0
         with run.log.open("ab") as file:
             self._shown = file.tell()
+            composed = hand_on(run.config) if run.config else {}
             file.write(f"$ {shlex.join(run.command)}\n".encode())
             file.flush()
             self._process = subprocess.Popen(
@@ -48,7 +50,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or {}), PARENT: str(os.getpid())},
+                env={**os.environ, **(environment or {}), PARENT: str(os.getpid()), **composed},
                 process_group=0,  # so that Ctrl-C reaches it once, through the parent
             )
 

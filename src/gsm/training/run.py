@@ -17,6 +17,7 @@ from typing import Any
 import lightning
 import torch
 from hydra.core.utils import env_override
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
@@ -24,6 +25,7 @@ from gsm.analysis import overlap
 from gsm.config.check import flat
 from gsm.config.command_line import again
 from gsm.config.decisive import LOCAL, decides
+from gsm.config.handed import hand_on, handed_on
 from gsm.config.load import (
     LAST,
     CheckpointError,
@@ -75,6 +77,7 @@ class Parts:
     summary: Summary
 
 
+@ranks.own_ranks()
 def train(config: Mapping[str, Any]) -> dict[str, Any]:
     """Train by a composed configuration (``gsm.config.compose.compose``) and return the content of ``summary.json``.
 
@@ -90,12 +93,12 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
         SystemExit: a signal has interrupted the run; the code is 128 + the signal's number.
     """
     quiet()
+    config = handed_on() or config
     leads, folder = ranks.rank() == 0, Path(config["folder"])
     if leads:  # Lightning may have read another number from a RANK that is left in the environment
         rank_zero_only.rank = 0  # pyright: ignore[reportFunctionMemberAccess]
     meet(config)
-    values = {key: value for key, value in flat(config).items() if key not in LOCAL}
-    ranks.compare(lambda: values, lambda key: (not decides(key), key))
+    compare_ranks(config)
 
     optimizer = instantiate(config["optimizer"], "optimizer")
     summary = Summary(folder / "summary.json")
@@ -115,11 +118,22 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
                 print(start.sentence, flush=True)
             return read_json(folder / "summary.json") or {}
         model = build_model(config)  # before data are read: it may refuse its values
-        ranks.compare(lambda: {f"the data's {key}": value for key, value in data().fingerprint().items()})
+        compare_ranks(config, data)
         parts = assemble(config, start, data(), model, optimizer, trainer, summary)
         ranks.agreed(lambda: _begin(parts, start, stack) if leads else None)  # an error ends all ranks
         _fit(parts, start)
         return _conclude(parts) if leads else dict(summary.facts)
+
+
+def compare_ranks(config: Mapping[str, Any], data: Callable[[], DataModule] | None = None) -> None:
+    """Refuse connected ranks with another configuration or other data. Raises ConfigError, on all ranks."""
+
+    def values() -> dict[str, Any]:
+        fingerprint = data().fingerprint() if data else {}
+        facts = {key: value for key, value in flat(config).items() if key not in LOCAL}
+        return facts | {f"the data's {key}": value for key, value in fingerprint.items()}
+
+    ranks.compare(values, lambda key: (not decides(key), key))
 
 
 def build_model(config: Mapping[str, Any]) -> LanguageModel:
@@ -178,6 +192,8 @@ def assemble(
     size = model.parameter_report().total
     callbacks: list[lightning.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue] # undeclared
     callbacks.insert(callbacks.index(summary), Hyperparameters(config, size))
+    # Ranks that Lightning starts, here or on other nodes, are connected only now.
+    callbacks.append(LambdaCallback(setup=lambda trainer, task, stage: compare_ranks(config, lambda: data)))
     facts = {
         "experiment": config["name"],
         "arm": str(config["arm"]),
@@ -242,7 +258,7 @@ def _fit(parts: Parts, start: Start) -> None:
 
     try:
         # Ranks that Lightning starts leave with this process, or they would look for a killed leader for half an hour.
-        with env_override({PARENT: str(os.getpid())}):
+        with env_override({PARENT: str(os.getpid()), **hand_on(parts.config)}):
             trainer.fit(parts.task, datamodule=parts.data, ckpt_path=start.checkpoint, weights_only=True)
         if start.checkpoint and not goes_on_here and start.step >= trainer.max_steps:
             # Lightning has skipped all hooks: there is no curve and no last.ckpt yet.

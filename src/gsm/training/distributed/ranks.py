@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import lightning
 
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")  # torchrun's, Lightning's own, srun's, jsrun's
+LAUNCHER = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK")  # read and set by Lightning
 # How long ranks wait for the leading one: while it decides (it may tokenise the text), and while it ends.
 PREPARING, ENDING = timedelta(days=7), timedelta(minutes=1)
 Decision = TypeVar("Decision")
@@ -30,6 +32,27 @@ def _started_together() -> bool:
     """Return whether torchrun, srun or Lightning has started this process together with other ranks."""
     by_lightning = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_PORT"} <= os.environ.keys()
     return by_lightning or "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("SLURM_NTASKS", "1") != "1"
+
+
+@contextlib.contextmanager
+def own_ranks() -> Iterator[None]:
+    """Around a run in a process that was started alone: Lightning connects it with the ranks of this run alone.
+
+    It obeys what an earlier launcher has left in the environment, and leaves its own address and ranks there: the next
+    run of the process would wait for ranks that have ended.
+    """
+    if _started_together() or "NODE_RANK" in os.environ:  # by Lightning's convention for one process a node
+        yield
+        return
+    before = {name: os.environ.pop(name) for name in LAUNCHER if name in os.environ}
+    try:
+        yield
+    finally:
+        for name in LAUNCHER:
+            os.environ.pop(name, None)
+        os.environ |= before
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 def sharing(trainer: lightning.Trainer) -> tuple[int, int]:
