@@ -300,7 +300,7 @@ def test_a_rank_that_lightning_starts_composes_nothing(home: Path, tmp_path: Pat
     words += ["+callbacks.edited._target_=edited.Edited", f"+callbacks.edited.file={mine}"]
     flag = f"--config-dir={tmp_path / 'own'}"
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(ROOT / "train.py"), flag, *words]
+    command = [sys.executable, str(ROOT / "train.py"), *words, flag]  # behind which Lightning adds words of its own
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {file.name: file.read_text() for file in home.glob("logs/composed-*/*/seed0/rank*")}
