@@ -281,7 +281,7 @@ def test_ids_take_two_bytes_while_they_fit(tmp_path: Path) -> None:
     pieces = [Piece("ab", last=True), Piece("ü", last=True)]
     assert write_ids(tmp_path, pieces, Tokenizer.plain_bytes())["dtype"] == "uint16"
     index = write_ids(tmp_path, pieces, Large())  # type: ignore[arg-type]
-    assert index == {"tokens": 4, "bytes": 4, "spelled": 4, "dtype": "uint32"}
+    assert index == {"tokens": 4, "bytes": 4, "spelled": 4, "lost": 0, "dtype": "uint32"}
     assert open_ids(tmp_path, 4, "uint32").tolist() == [69_000, 69_999] * 2
 
 

@@ -48,12 +48,13 @@ def write_ids(
 
     Returns:
         ``tokens``: ids, ends of text included; ``bytes``: UTF-8 bytes of the text; ``spelled``: bytes that the ids
-        stand for, another number where a tokenizer loses or adds bytes; ``dtype``.
+        stand for, another number where a tokenizer loses or adds bytes; ``lost``: bytes of the text that are not among
+        them; ``dtype``.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    tokens = text = spelled = 0
+    tokens = text = spelled = lost = 0
     lengths_V = tokenizer.token_lengths_V
     dtype = np.dtype("uint16" if tokenizer.vocabulary <= 1 << 16 else "uint32")  # two bytes while the ids fit
     with writable(folder):
@@ -65,22 +66,32 @@ def write_ids(
         for piece, ids in _encoded(pieces, tokenizer):
             whole_N = np.array(ids, dtype)
             taken_N = whole_N if limit is None else whole_N[: limit - tokens]
-            size, length = len(piece.text.encode("utf-8", errors="replace")), int(lengths_V[taken_N].sum())
+            raw, length = piece.text.encode("utf-8", errors="replace"), int(lengths_V[taken_N].sum())
+            sizes = [len(raw), _lost(raw, tokenizer, ids)]
             if len(taken_N) < len(whole_N):
-                size = round(size * (length / max(1, int(lengths_V[whole_N].sum()))))
+                sizes = [round(size * (length / max(1, int(lengths_V[whole_N].sum())))) for size in sizes]
             with writable(folder):
                 file.write(taken_N.tobytes())
-            tokens, text, spelled = tokens + len(taken_N), text + size, spelled + length
+            tokens, text, spelled, lost = tokens + len(taken_N), text + sizes[0], spelled + length, lost + sizes[1]
             report(len(taken_N))
             if tokens == limit:
                 break
-        index = {"tokens": tokens, "bytes": text, "spelled": spelled, "dtype": dtype.name}
+        index = {"tokens": tokens, "bytes": text, "spelled": spelled, "lost": lost, "dtype": dtype.name}
         with writable(folder):
             file.truncate(tokens * dtype.itemsize)  # another limit never shares the folder
             file.flush()
             os.fsync(file.fileno())
             write_json(folder / INDEX, index)
     return index
+
+
+def _lost(text: bytes, tokenizer: Tokenizer, ids: list[int]) -> int:
+    """Return how many bytes of a text are not among those of its ids; only a tokenizer.json may lose some."""
+    spelled = b"".join(map(tokenizer.token_bytes, ids)) if tokenizer.kind == "file" else text
+    if spelled == text:
+        return 0
+    there, here = (np.bincount(np.frombuffer(raw, np.uint8), minlength=256) for raw in (text, spelled))
+    return int(np.maximum(there - here, 0).sum())
 
 
 def _encoded(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Piece, list[int]]]:

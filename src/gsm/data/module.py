@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,6 +28,8 @@ from gsm.data.tokenizer import Tokenizer, require_kind, require_vocabulary
 from gsm.data.tokens import Split, find_or_encode, find_or_train
 from gsm.data.tuning import divide
 from gsm.errors import within
+
+log = logging.getLogger(__name__)
 
 
 class TextData(DataModule):
@@ -136,7 +139,13 @@ class TextData(DataModule):
 
     def _encoded(self, name: str) -> Split:
         folder = cache_folder(self.cache_dir)
-        return find_or_encode(self.corpus, name, self.tokenizer, folder, limit=self.limits[name])
+        made = find_or_encode(self.corpus, name, self.tokenizer, folder, limit=self.limits[name])
+        if made.lost:
+            log.warning(
+                "The tokenizer cannot spell %d of the %d bytes of the %s split. Bits per byte leave them out.",
+                *(made.lost, made.bytes, name),
+            )
+        return made
 
     @cached_property
     def train_set(self) -> Sequences:
@@ -162,12 +171,13 @@ class TextData(DataModule):
         """Return bytes of the text for each id [V]; their sum over a split is the length of its text.
 
         They are the tokenizer's `token_lengths_V`, int64, if its tokens spell the text. Where a normalizer changes the
-        text, they are float32: these lengths times (bytes of the split's text) / (bytes that its tokens spell).
+        text, they are float32: these lengths times (bytes of the split's text that are not lost) / (bytes that its
+        tokens spell).
         """
         lengths_V, made = self.tokenizer.token_lengths_V, self.split(split)
-        if made.bytes == made.spelled:
+        if made.bytes == made.spelled and not made.lost:
             return lengths_V
-        return (lengths_V * (made.bytes / max(1, made.spelled))).astype(np.float32)
+        return (lengths_V * ((made.bytes - made.lost) / max(1, made.spelled))).astype(np.float32)
 
     def train_dataloader(self) -> Batches:
         """Return one pass over the data, from the trainer's place; a whole number of optimizer steps."""

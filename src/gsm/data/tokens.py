@@ -45,6 +45,7 @@ class Split:
         tokens: number of ids, ends of text included.
         bytes: length of the text in UTF-8.
         spelled: bytes that the ids stand for. It differs from `bytes` where a tokenizer changes the text.
+        lost: bytes of the text that the ids do not spell.
         dtype: of the ids.
     """
 
@@ -53,6 +54,7 @@ class Split:
     tokens: int
     bytes: int
     spelled: int
+    lost: int
     dtype: str
 
     def open(self) -> np.ndarray:
@@ -128,7 +130,8 @@ def find_or_encode(
         with locked(path):
             # Another process may have finished between the two looks, and then this one waited for nobody.
             index = read_index(path) or _encode(corpus, split, tokenizer, path, limit)
-    return Split(split, path, **{name: index[name] for name in ("tokens", "bytes", "spelled", "dtype")})
+    lost = index.get("lost", max(0, index["bytes"] - index["spelled"]))  # an older cache has no number
+    return Split(split, path, lost=lost, **{name: index[name] for name in ("tokens", "bytes", "spelled", "dtype")})
 
 
 def sample(texts: Iterator[str], most: int | None = None, passed_over: int | None = None) -> list[str]:

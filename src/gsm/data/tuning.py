@@ -96,11 +96,13 @@ def divide(whole: Split, tokenizer: Tokenizer, most: int | None = None) -> dict[
     borders = [0, *(place for pair in held_out for place in pair), whole.tokens]
     rest = tuple(zip(borders[::2], borders[1::2], strict=True))
     spelled = sum(int(tokenizer.token_lengths_V[ids[start:stop]].sum()) for start, stop in held_out)
-    text = round(spelled * whole.bytes / max(1, whole.spelled))  # an exact tokenizer spells every byte
+    share = spelled / max(1, whole.spelled)
+    text, lost = round(share * whole.bytes), round(share * whole.lost)  # an exact tokenizer spells every byte
     tokens = sum(stop - start for start, stop in held_out)
     facts = {"path": whole.path, "dtype": whole.dtype, "whole": whole}
-    sizes = {"tokens": whole.tokens - tokens, "bytes": whole.bytes - text, "spelled": whole.spelled - spelled}
+    sizes = {"tokens": tokens, "bytes": text, "spelled": spelled, "lost": lost}
+    others = {name: getattr(whole, name) - size for name, size in sizes.items()}
     return {
-        "train": Part(name="train", ranges=rest, **sizes, **facts),
-        "validation": Part(name="tuning", ranges=held_out, tokens=tokens, bytes=text, spelled=spelled, **facts),
+        "train": Part(name="train", ranges=rest, **others, **facts),
+        "validation": Part(name="tuning", ranges=held_out, **sizes, **facts),
     }

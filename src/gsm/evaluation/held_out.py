@@ -44,6 +44,7 @@ from gsm_kernels import explain
 
 SPLITS = ("validation", "train")
 SPREAD = "mean +- standard deviation between the runs of an arm"
+READ = ("tokenizer", "tokenizer_vocabulary")  # of the description of data
 MEASURES = {"loss": 4, "perplexity": 2, "bits_per_byte": 4}  # and their digits in a table
 
 
@@ -154,7 +155,13 @@ class HeldOut(Measure):
             treated = dict.fromkeys(str(result.get("documents")) for result in results)
             if len(treated) > 1:
                 notes = [f"Compare with care: documents are {' in some and '.join(treated)} in others. Use documents="]
-                print(f"{notes[0]}\n")
+            read = dict.fromkeys(" ".join(str(result["data"].get(key)) for key in READ) for result in results)
+            if len(read) > 1 and "isolated" in treated:
+                notes.append(
+                    f"Bits per byte do not compare: the tokenizers are {' and '.join(read)} ids, and "
+                    "documents=isolated leaves out the first token of each document. Use documents=isolated_all_targets"
+                )
+            print("".join(f"{note}\n\n" for note in notes), end="")
         if self.output or grids:
             several = {"runs": results, "tables": grids, "notes": [f"{SPREAD[0].upper()}{SPREAD[1:]}", *notes]}
             write(place, several if grids else results[0])

@@ -15,7 +15,17 @@ from gsm.config.check import ConfigError, few, flat, unknown, unlike
 from gsm.config.command_line import listed, path_text
 from gsm.experiments import rows
 from gsm.experiments.page import Picture, Report
-from gsm.experiments.table import COLUMNS, CONTENTS, FOOTNOTE, RunSummary, Table, read_contents, read_runs, summarise
+from gsm.experiments.table import (
+    COLUMNS,
+    CONTENTS,
+    FOOTNOTE,
+    RunSummary,
+    Table,
+    read_contents,
+    read_otherwise,
+    read_runs,
+    summarise,
+)
 from gsm.files import damage, read_json, write_whole
 from gsm.training.callbacks.metrics_file import read_metrics
 
@@ -134,8 +144,8 @@ def _states(folders: Sequence[Path]) -> dict[Path, str]:
 
 
 def apart(runs: Sequence[RunSummary]) -> list[str]:
-    """Return a sentence for each arm with runs that saw other data than the first run of their task, or more or less
-    data."""
+    """Return a sentence for each text that was read with several tokenizers, and for each arm with runs that saw other
+    data than the first run of their task, or more or less data."""
     first = {run.task: run for run in reversed(runs)}
     seeds: dict[tuple[str, str, str], list[str]] = {}
     for run in runs:
@@ -143,7 +153,7 @@ def apart(runs: Sequence[RunSummary]) -> list[str]:
         if changes := _changes(base, run):
             key = (run.arm, f"{base.arm} (seed{base.seed})", few(changes))
             seeds.setdefault(key, []).append(f"seed{run.seed}")
-    return [
+    return read_otherwise(runs) + [
         f"compare with care: {arm} ({', '.join(names)}) differs from {base} in {changes}"
         for (arm, base, changes), names in seeds.items()
     ]

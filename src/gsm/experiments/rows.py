@@ -48,7 +48,7 @@ from gsm.config.check import ConfigError, unknown
 from gsm.config.options import HIDDEN, opening, saved
 from gsm.evaluation.checkpoints import TRAINED
 from gsm.experiments import SEVERAL
-from gsm.experiments.table import RunSummary, Table, read_runs, summarise, told_apart
+from gsm.experiments.table import RunSummary, Table, read_otherwise, read_runs, summarise, told_apart
 from gsm.files import damage, read_json, write_whole
 from gsm.intervals import Cell, over_windows
 from gsm.tables import Grid, grid_markdown, length_text
@@ -57,7 +57,7 @@ RESULTS = paths.ROOT / "results"
 FACTS = (
     *("experiment", "arm", "seed", "split", "status", "reason", "commit", "clean", "sources", "command"),
     *("corpus", "corpus_sha256", "optimizer", "learning_rate", "steps", "tokens", "parameters", "seconds"),
-    *("device", "versions"),
+    *("device", "versions", "fingerprint.documents", "fingerprint.tokenizer"),
 )
 SETTINGS = ("corpus_sha256", "learning_rate", "optimizer", "steps")  # facts in which the seeds of an arm are alike
 LOCAL = ("folder=", "logs=", "jobs=", *(f"{key}=null" for key in SEVERAL))  # where a run lies, and who started it
@@ -94,7 +94,7 @@ def publish(folder: Path, into: Path, metrics: Sequence[str]) -> str:
     written: list[dict[str, str]] = []
     if path.is_file():
         header, written = read(path)
-        if missing := [name for name in columns if name not in header]:
+        if missing := [name for name in columns if name not in (*header, *FACTS)]:  # an older file has fewer facts
             known = ",".join(name for name in header if name not in FACTS)
             raise ConfigError(
                 f"publish={into} is not allowed because {path.name} has no column {missing[0]}. "
@@ -144,6 +144,7 @@ def row(folder: Path, columns: Sequence[str]) -> dict[str, str]:
         "learning_rate": OmegaConf.select(OmegaConf.create(dict(config)), "optimizer.learning_rate"),  # of the recipe
         "seconds": summary.get("train_seconds"),
         "versions": " ".join(f"{name} {number}" for name, number in (summary.get("versions") or {}).items()),
+        **{name: (summary.get("fingerprint") or {}).get(name.partition(".")[2]) for name in FACTS[-2:]},
     }
     measured = {name: summary.get(name) if name.endswith(SUMS) else run.number(name) for name in columns}
     return {name: _text(value) for name, value in {**measured, **facts}.items() if name in columns}
@@ -221,6 +222,7 @@ def table(words: str, folder: Path = RESULTS) -> str:
         parts.append(grid_markdown(equivalence(made, float(options["margin"]))))
     if "picture" in options:
         parts.append(f"![{made.columns[0]} of every seed, by arm]({options['picture']})")
+    parts += [f"{sentence}." for sentence in read_otherwise(made.runs)]
     commits = sorted({str(run.summary["commit"])[:9] for run in made.runs})
     seeds = ", ".join(map(str, sorted({run.seed for run in made.runs})))
     return "\n\n".join([*parts, f"Rows: `results/{name}.csv`, commit {', '.join(commits)}; seeds {seeds}."])

@@ -253,16 +253,36 @@ def read_contents(folder: str | os.PathLike[str]) -> dict[str, Any]:
 def with_tasks(runs: Iterable[RunSummary]) -> list[RunSummary]:
     """Return the same runs with the names of their tasks: of the data's yaml, else of its class.
 
-    One text has one name with any tokenizer.
+    One text has one name with any tokenizer; one for each, where a run leaves the first tokens of documents out of the
+    loss and the bytes (``documents: isolated``): a longer token takes more of both.
     """
     names: dict[str, str] = {}
-    named = []
+    runs, texts, tokenizers, isolated = list(runs), [], [], set[str]()
     for run in runs:
-        choices, prints = (run.summary.get(key) for key in ("choices", "fingerprint"))
-        prints = prints if isinstance(prints, Mapping) else {}
-        name = str((choices.get("data") if isinstance(choices, Mapping) else None) or prints.get("task") or "")
-        named.append(replace(run, task=run.task or names.setdefault(str(prints.get("corpus") or name), name)))
-    return named
+        choices, prints = (mapping(run.summary.get(key)) for key in ("choices", "fingerprint"))
+        name = str(choices.get("data") or prints.get("task") or "")
+        texts.append(str(prints.get("corpus") or name))
+        tokenizers.append(str(prints.get("tokenizer") or ""))
+        names.setdefault(texts[-1], name)
+        isolated |= {texts[-1]} if prints.get("documents") == "isolated" else set()
+    return [
+        replace(run, task=run.task or f"{names[text]} {tokenizer if text in isolated else ''}".rstrip())
+        for run, text, tokenizer in zip(runs, texts, tokenizers, strict=True)
+    ]
+
+
+def read_otherwise(runs: Iterable[RunSummary]) -> list[str]:
+    """Return a sentence for each text whose first tokens several tokenizers leave out: bits per byte do not compare."""
+    arms: dict[str, dict[str, str]] = {}
+    for run in runs:
+        text, _, tokenizer = run.task.partition(" ")
+        arms.setdefault(text, {}).setdefault(tokenizer, run.arm)
+    return [
+        f"no difference between {' and '.join(own.values())}: their tokenizers differ, and data.documents=isolated "
+        "leaves the first token of each document out of the loss and the bytes. Use data.documents=isolated_all_targets"
+        for own in arms.values()
+        if len(own) > 1
+    ]
 
 
 def mapping(content: Any) -> Mapping[str, Any]:
