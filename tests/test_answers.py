@@ -63,6 +63,12 @@ def test_a_trained_model_answers_and_a_second_call_computes_nothing(tmp_path: Pa
     assert second["by_length"] == first["by_length"]
 
 
+def test_more_sequences_are_asked_than_the_validation_of_the_run_has(tmp_path: Path):
+    measure = Answers("needle_gsm", answers=[96], sequences=65, device="cpu", output=str(tmp_path / "a.json"))
+    (result,) = measure.evaluate()
+    assert result["by_length"]["96"]["questions"] == 650
+
+
 @pytest.mark.parametrize(
     ("words", "key"), [("checkpoint=nano answers=96", "answers"), ("answers=", "answers"), ("answers=40", "context")]
 )

@@ -177,19 +177,27 @@ def test_an_equation_becomes_mathml():
     assert made.startswith("<math") and "arithmatex" not in made and "<msub>" in made
 
 
-def test_a_notebook_is_executed_in_its_own_folder_by_a_process_in_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_site_has_an_executed_notebook_where_mkdocs_runs_in_another_folder(tmp_path: Path):
     """The paths of the kernel's sockets were relative: each process looked for them in its own folder."""
-    notebooks = load("notebooks", "mkdocs", "nbclient", "nbconvert", "ipykernel")
-    monkeypatch.setattr(notebooks, "CACHE", tmp_path / "cache")
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "a folder/where.ipynb"
+    for needed in ("mkdocs", "nbclient", "nbconvert", "ipykernel"):
+        pytest.importorskip(needed)
+    clone, site = tmp_path / "a clone", tmp_path / "site"
+    for name, text in {
+        "mkdocs.yml": "site_name: x\nuse_directory_urls: false\nhooks: [docs/notebooks.py]\n",
+        "docs/index.md": "# x\n",
+        "docs/notebooks.py": (DOCS / "notebooks.py").read_text(),
+    }.items():
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        (clone / name).write_text(text)
+    path = clone / "notebooks/where.ipynb"
     path.parent.mkdir()
-    cells = [nbformat.v4.new_code_cell("import os; print(os.getcwd())")]
+    cells = [nbformat.v4.new_code_cell("import os; print('cell ran in', os.getcwd())")]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
-    (cell,) = notebooks.executed(path).cells
-    assert [output["text"] for output in cell.outputs] == [f"{path.parent.resolve()}\n"]
+    environment = {name: value for name, value in os.environ.items() if name != "NOTEBOOKS"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "-f", str(clone / "mkdocs.yml"), "-d", str(site)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"cell ran in {path.parent.resolve()}" in (site / "notebooks/where.html").read_text()
     assert list(path.parent.iterdir()) == [path], "a socket was left"
 
 

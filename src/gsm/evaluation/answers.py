@@ -19,7 +19,7 @@ import torch
 from gsm import plots
 from gsm.config.check import ConfigError
 from gsm.config.load import load_model, refusals
-from gsm.data.synthetic import SyntheticData
+from gsm.data.synthetic import UNSEEN, Generated, SyntheticData
 from gsm.errors import within
 from gsm.evaluation.checkpoints import Trained
 from gsm.evaluation.held_out import open_data
@@ -84,7 +84,8 @@ class Answers(Measure):
             if length not in models:
                 models.clear()  # one at a time in memory
                 models[length] = self.stretched(trained, length)
-            return {_name(*part): answered(models[length], data.of_length(length, number + 1)[number], self.chunk)}
+            sequence = Generated(data.task, UNSEEN[data.held_out], lambda _: length)[number]
+            return {_name(*part): answered(models[length], sequence, self.chunk)}
 
         parts = [(length, number) for length in self.answers for number in range(self.sequences)]
         with trained.computing():

@@ -221,7 +221,9 @@ def table(words: str, folder: Path = RESULTS) -> str:
     if known and "margin" in options:
         parts.append(grid_markdown(equivalence(made, float(options["margin"]))))
     if "picture" in options:
-        parts.append(f"![{made.columns[0]} of every seed, by arm]({options['picture']})")
+        of_length = BY_LENGTH.fullmatch(made.columns[0])
+        shown = "mean and spread by length" if of_length else f"{made.columns[0]} of every seed"
+        parts.append(f"![{shown}, by arm]({options['picture']})")
     parts += [f"{sentence}." for sentence in read_otherwise(made.runs)]
     commits = sorted({str(run.summary["commit"])[:9] for run in made.runs})
     seeds = ", ".join(map(str, sorted({run.seed for run in made.runs})))
@@ -402,7 +404,7 @@ def _text(value: Any) -> str:
 
 
 def main(pages: Sequence[str], folder: Path = RESULTS) -> None:
-    """Rewrite the tables of pages, by default of all, and draw their pictures where a table has changed."""
+    """Rewrite the tables of pages, by default of all, and draw the pictures of those that have changed."""
     for page in map(Path, pages or all_pages()):
         before = page.read_text(encoding="utf-8")
         after = tables(before, folder)
