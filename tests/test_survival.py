@@ -22,7 +22,7 @@ from short_runs import arguments, at_call, count_calls, lines, no_death, scalars
 
 import gsm.training.callbacks.checkpoints as files
 from gsm.files import PARTIAL
-from gsm.training import report
+from gsm.training import report, run
 from gsm.training.callbacks.interruption import SAME
 from gsm.training.module import LanguageModeling
 from gsm.training.resume import STATE
@@ -122,6 +122,36 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(home: Pat
     assert {file: file.stat().st_mtime_ns for file in folder.rglob("*") if file.name != ".lock"} == before
     assert not list(folder.rglob("*.partial")), "what was half written has to be swept away"
     assert_same_run(folder, straight)
+
+
+def killed_in_the_conclusion() -> None:
+    run._conclude = lambda parts: os.kill(os.getpid(), signal.SIGKILL)
+
+
+STOPPED = [f"+callbacks.stop.{word}" for word in ("monitor=val/loss", "patience=1", "min_delta=5")]
+STOPPED += ["+callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping"]
+
+
+def test_a_run_that_a_callback_ends_is_finished(home: Path, processes: Any):
+    """The same command trained on, to other weights at each repetition, and no table had the run."""
+    log, folders = home / "stopped.log", []
+    for name, deaths in {
+        "stopped": [no_death, no_death],
+        "killed-stopped": [killed_in_the_conclusion, no_death],
+    }.items():
+        folders.append(home / f"logs/{name}/gsm/seed0")
+        for death in deaths:
+            child = started(processes, arguments(home, name, *STOPPED), log, death)
+            child.join()
+            assert child.exitcode == (0 if death is no_death else -signal.SIGKILL), log.read_text()
+        summary = json.loads((folders[-1] / "summary.json").read_text())
+        assert (summary["status"], summary["steps"]) == ("finished", 14) and "at step 14 of 30" in summary["reason"]
+    assert log.read_text().count("is finished already") == 1
+    assert_same_run(*folders)
+    branch = [*STOPPED, f"start_from={folders[0]}", "start_fresh=false"]
+    child = started(processes, arguments(home, "stopped-branch", *branch), log, no_death)
+    child.join()
+    assert json.loads((home / "logs/stopped-branch/gsm/seed0/summary.json").read_text())["steps"] > 14, log.read_text()
 
 
 @pytest.mark.slow

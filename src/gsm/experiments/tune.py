@@ -177,7 +177,6 @@ class Tuning:
                     print(f"{path_text(attempt.folder)} has diverged, which counts as the worst", flush=True)
                 elif cost is None:
                     words = [line for run in attempt.runs.values() for line in errors.get(run.name, [])]
-                    words = words or [f"{attempt.folder} has ended before its last step, and so cannot be compared"]
                     failed[attempt.arm] = [*failed.get(attempt.arm, []), *words]
         for search in self.chosen:
             if search.choice and not search.choice.finite:

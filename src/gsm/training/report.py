@@ -57,7 +57,7 @@ def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, write
     """Return the results and the next commands; ``writes``: the model has a tokenizer and can generate text."""
     name = f"{facts['experiment']}/{facts['arm']}/seed{facts['seed']}"
     lines = ["", f"{name}: {_number(facts['tokens'], ',')} tokens in {clock(facts['train_seconds'] or 0.0)}", ""]
-    lines += [*_table(facts), "", _resources(facts), ""]
+    lines += [*textwrap.wrap(facts["reason"] or "", SCREEN), *_table(facts), "", _resources(facts), ""]
     if facts["overlap"]:
         lines += [*overlap.table(facts["overlap"], paper.tables()["overlap"]["by_length"]), ""]
     for name, (_, table) in MEASURES.items():

@@ -49,10 +49,15 @@ class ResumeState(lightning.Callback):
 
     All ranks get the random numbers of the rank that writes the checkpoint: they begin with the same seed and draw the
     same numbers.
+
+    Attributes:
+        ends: whether a checkpoint of a run that a callback has ended ends it once more: a branch of it trains on.
     """
 
     def __init__(self) -> None:
+        self.ends = False
         self._random: Mapping[str, Any] | None = None
+        self._ended = False
 
     def on_save_checkpoint(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
@@ -60,7 +65,8 @@ class ResumeState(lightning.Callback):
         """Add the format, the RNG states, the number of ranks that share out sequences, and the names of the
         optimiser's entries, so that an error can name a missing entry."""
         checkpoint["format"] = FORMAT
-        checkpoint[STATE] = {"random": random_states(pl_module.device), "world": sharing(trainer)[0]}
+        ended = trainer.should_stop and trainer.global_step < trainer.max_steps
+        checkpoint[STATE] = {"random": random_states(pl_module.device), "world": sharing(trainer)[0], "ended": ended}
         states = (state["state"] for state in checkpoint["optimizer_states"])
         checkpoint[ENTRIES] = [{number: sorted(entry) for number, entry in state.items()} for state in states]
 
@@ -68,11 +74,13 @@ class ResumeState(lightning.Callback):
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Keep the RNG states for the start of training, and sets Lightning's counters."""
-        self._random = checkpoint[STATE]["random"]
+        self._random, self._ended = checkpoint[STATE]["random"], checkpoint[STATE].get("ended", False)
         set_counters(checkpoint["loops"]["fit_loop"], checkpoint["global_step"], trainer.accumulate_grad_batches)
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Restore the RNG states, last of all: loading and setting up draw random numbers too."""
+        if self.ends and self._ended:
+            trainer.should_stop = True
         if self._random is not None:
             trainer.fit_loop.epoch_loop.restarting = False  # the counters are right; see `set_counters`
             restore_random_states(self._random, pl_module.device)

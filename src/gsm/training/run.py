@@ -17,7 +17,7 @@ from typing import Any
 import lightning
 import torch
 from hydra.core.utils import env_override
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
@@ -56,7 +56,7 @@ from gsm.training.folder import Start, identity, locked, make_room, moving_back,
 from gsm.training.heap import keep_freed
 from gsm.training.module import LanguageModeling
 from gsm.training.optimizer import AdamW
-from gsm.training.resume import sequences_a_step
+from gsm.training.resume import ResumeState, sequences_a_step
 from gsm.training.state import refuse_other_state
 from gsm.training.trainer import build, meet, quiet, refuse_divided
 from gsm_kernels import explain
@@ -249,6 +249,8 @@ def _fit(parts: Parts, start: Start) -> None:
     goes_on_here = start.checkpoint is not None and start.checkpoint.resolve() == folder / LAST
     for latest in find(trainer, Latest):
         latest.saved = start.step if goes_on_here else None
+    for state in find(trainer, ResumeState):
+        state.ends = goes_on_here
     for interruption in find(trainer, Interruption) if trainer.is_global_zero else ():
         interruption.farewell = functools.partial(_farewell, parts)
 
@@ -304,7 +306,10 @@ def _conclude(parts: Parts) -> dict[str, Any]:
     task's own measure. The conclusion also has a sample.
     """
     trainer, data, config = parts.trainer, parts.data, parts.config
-    status = "finished" if trainer.global_step >= trainer.max_steps else "stopped"
+    why = None  # as all signals raise, a callback has ended a run that has come here before its last step
+    if trainer.global_step < trainer.max_steps:
+        said = [f": {part.stopping_reason_message}" for part in find(trainer, EarlyStopping)]
+        why = f"a callback ended it at step {trainer.global_step} of {trainer.max_steps}{''.join(said)}"
     if isinstance(trainer.strategy, Sharded):  # the other ranks end now, so this one loads the whole model
         whole = instantiate_model(config)
         load_weights(whole, read_checkpoint(config["callbacks"]["latest"]["path"]))
@@ -323,7 +328,9 @@ def _conclude(parts: Parts) -> dict[str, Any]:
             for logger in trainer.loggers:  # logged after the last step: a run that is interrupted here measures again
                 logger.log_metrics({"val/overlap/mean": facts["overlap"]["mean"]}, trainer.global_step + 1)
                 logger.finalize("success")
-        summary = parts.summary.add(trainer, status=status, **facts)  # written last: until then the run is unfinished
+        summary = parts.summary.add(
+            trainer, status="finished", reason=why, **facts
+        )  # written last: until then the run is unfinished
         is_text = data.tokenizer is not None and data.token_bytes_V is not None
         sample = report.sample(model, data) if config["sample"] and is_text else None
     print(report.conclusion(Path(config["folder"]), summary, sample, data.tokenizer is not None), flush=True)

@@ -29,8 +29,8 @@ VALIDATION = {  # key in the file: metric of a validation
 class Summary(lightning.Callback):
     """Write the file when training begins and when it ends: ``status`` is ``running``, ``interrupted`` or ``failed``.
 
-    The run sets ``finished`` (``add``) after its conclusions: a run that is cut off before goes on. A run that a
-    callback has ended before its last step is ``stopped``.
+    The run sets ``finished`` (``add``) after its conclusions: a run that is cut off before goes on. ``reason`` says
+    whether a callback has ended it before its last step.
 
     Args:
         path: of the file.
