@@ -147,12 +147,11 @@ def test_a_part_of_a_checkpoint_and_an_index_beside_it_run_no_code(tmp_path: Pat
     [
         ({"../../../x": [1, 2]}, "is no part of|has a part called"),
         ({Path("x"): [1, 2]}, "cannot read it"),
-        ({"x": [1.5, 2]}, r"shards.files.x\[0\] is 1.5"),
         ({"x": [1]}, "is no part of"),
         ({}, "is no part of"),
     ],
 )
-def test_files_of_an_entry_are_of_exact_types(files: dict[Any, Any], refusal: str, tmp_path: Path):
+def test_files_of_an_entry_are_its_parts(files: dict[Any, Any], refusal: str, tmp_path: Path):
     with pytest.raises(CheckpointError, match=refusal):
         read_checkpoint(in_parts(tmp_path, files=files)[0])
 
