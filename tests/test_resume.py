@@ -111,6 +111,18 @@ def test_a_broken_checkpoint_is_never_passed_over(home: Path, copy: Path):
     assert last.is_file(), "nothing was moved"
 
 
+def test_a_run_whose_last_checkpoint_is_gone_does_not_start_over(home: Path, copy: Path):
+    """It was moved aside without a word, and trained again from the first step."""
+    last, best = copy / "checkpoints/last.ckpt", copy / "checkpoints/best.ckpt"
+    last.unlink()
+    for status in ("interrupted", "finished"):
+        (copy / "summary.json").write_text(json.dumps({"status": status}))
+        with pytest.raises(CheckpointError, match=r"last.ckpt.*start_from=\S*best.ckpt start_fresh=false"):
+            prepared(home, copy)
+    best.unlink()
+    assert prepared(home, copy).moves
+
+
 @pytest.mark.slow
 def test_a_step_that_is_divided_otherwise_takes_the_same_sequences(home: Path, processes: Any):
     """Counted in batches of another number, a resumed run would have stood at another place in the data."""

@@ -84,7 +84,7 @@ def prepare(
         sweep(folder, folder / "checkpoints")
         shards.sweep(folder / "checkpoints")
     last = folder / LAST
-    if config["resume"] == "never" or not last.is_file():
+    if config["resume"] == "never" or not (last.is_file() or last.with_name("best.ckpt").is_file()):
         return _over(config, fingerprint, world)
     checkpoint = _read_last(last)
     changes = _changes(checkpoint, config, fingerprint, world)
@@ -291,10 +291,10 @@ def _read(path: Path, verify: bool = True) -> dict[str, Any]:
 
 
 def _read_last(last: Path) -> dict[str, Any]:
-    """Return ``last.ckpt``; where it is broken, the error names the remedies."""
+    """Return ``last.ckpt``; where it is broken or gone, the error names the remedies."""
     try:
         return _read(last)
-    except CheckpointError as error:
+    except (CheckpointError, FileNotFoundError) as error:
         remedy = "resume=never starts over"
         with contextlib.suppress(CheckpointError, FileNotFoundError):
             best = last.with_name("best.ckpt")
