@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -241,3 +242,21 @@ def test_pictures_are_there_where_the_model_has_what_they_show(server: Client):
     reads = {"view/decoder_reads", "view/decoder_reads_by_row"}
     assert drawn == {"gsm": reads | {"view/stages_select", "view/state_is_made_of"}, "no_stages": reads}
     assert {run.partition("/")[0]: set(of_run) for run, of_run in shapes.items() if of_run} == {"gsm": distances}
+
+
+@pytest.mark.parametrize("ahead", [3600, 0])
+def test_a_run_goes_on_after_its_clock_was_ahead(tmp_path: Path, ahead: int, monkeypatch: pytest.MonkeyPatch):
+    """TensorBoard showed the first part for ever. Within one second, it reads the tenth file before the ninth."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(9))
+    now = time.time()
+    for part, clock in enumerate([now + ahead, now + ahead, now, now]):
+        monkeypatch.setattr(time, "time", lambda clock=clock: clock)
+        logger = TensorBoard(save_dir=tmp_path, name="", version="")
+        if part:
+            logger.rewind(3 * part)
+        for step in (3, 6):
+            logger.log_metrics({"val/loss": part + step / 10}, 3 * part + step)
+        logger.finalize("success")
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("val/loss")
+    found = [(event.step, round(event.value, 1)) for event in events]
+    assert found == [(3, 0.3), (6, 1.3), (9, 2.3), (12, 3.3), (15, 3.6)]

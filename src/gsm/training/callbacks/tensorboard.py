@@ -4,7 +4,9 @@ table of hyper-parameters."""
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning
@@ -110,7 +112,16 @@ class TensorBoard(TensorBoardLogger):
         self.experiment.add_histogram(name, value_N, step)
 
     def rewind(self, step: int) -> None:
-        """Hide events after ``step``; to be called before anything is logged."""
+        """Hide events after ``step``; to be called before anything is logged.
+
+        TensorBoard reads event files by the time in their names. Where the clock was ahead, or a part of a run began in
+        this second, the earlier files are named again, in their order.
+        """
+        files = sorted(Path(self.log_dir).glob("events.out.tfevents.*"))
+        if files and int(files[-1].name.split(".")[3]) >= int(time.time()):
+            for number, file in enumerate(files):
+                _, _, _, _, rest = file.name.split(".", 4)
+                file.rename(file.with_name(f"events.out.tfevents.{number:010d}.{rest}"))
         hide_after(self, step)
 
 
