@@ -12,6 +12,7 @@ import pytest
 from test_compare import experiment, write_run
 from test_experiment import fake, place, toy
 
+from gsm.config.command_line import command
 from gsm.experiments.compare import compare
 from gsm.experiments.execute import train_all
 from gsm.experiments.page import Report, _commands, _question
@@ -213,9 +214,11 @@ def test_commands_name_the_folders_of_yamls_that_they_need(tmp_path: Path, monke
     hydra(tmp_path, ["experiment=mine"])
     monkeypatch.setenv("GSM_CONFIGS", str(tmp_path))
     assert _commands(tmp_path) == [f"python train.py --config-dir {tmp_path} experiment=mine"]
+    assert command("generate", "prompt=a b").endswith(f"generate.py --config-dir {tmp_path} 'prompt=a b'")
     folders = f"{tmp_path}:{tmp_path / '.hydra'}"
     monkeypatch.setenv("GSM_CONFIGS", folders)
     assert _commands(tmp_path) == [f"GSM_CONFIGS={folders} python train.py experiment=mine"], "a flag is for one"
+    assert command("evaluate").startswith(f"GSM_CONFIGS={folders} ") and "--config-dir" not in command("evaluate")
 
 
 def test_the_question_of_a_finished_experiment_does_not_say_how_long_it_takes():

@@ -167,7 +167,7 @@ def test_a_broken_yaml_beside_the_others_vouches_for_nothing(config, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/broken.yaml").write_text("_target_: os.system\na: [1\n!!python/name:os.system")
     assert vetted(config["model"], "model", [tmp_path]) == config["model"]
-    with pytest.raises(ConfigError, match="names 'os.system', but no yaml"):
+    with pytest.raises(ConfigError, match=r"model\.writer\._target_ .*'os\.system'"):
         vetted({**config["model"], "writer": {"_target_": "os.system"}}, "model", [tmp_path])
 
 
@@ -178,7 +178,7 @@ def test_a_users_part_needs_a_class_and_a_yaml_and_no_third_file(config, tmp_pat
     composed = compose(["size=pico", "data=needle", "model/writer=own"], [yamls])
     assert instantiate_model(composed) is not None, "a composed configuration needs no trust"
     path = saved(tmp_path, composed)
-    with pytest.raises(CheckpointError, match="names 'own_writer.Own', but no yaml in model, size, experiment does"):
+    with pytest.raises(CheckpointError, match=r"model\.writer\._target_ .*own_writer\.Own.*GSM_CONFIGS"):
         load_model(path)
     assert type(load_model(path, directories=[yamls]).writer).__name__ == "Own"
     monkeypatch.setenv("GSM_CONFIGS", str(yamls))
@@ -222,8 +222,7 @@ def test_a_model_that_could_not_be_loaded_again_is_not_trained(tmp_path, process
     for more in ([], ["arms={one: []}", "seeds=1"]):
         done = refused(processes, tmp_path, *words, *more)
         assert done.returncode == 1 and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
-        assert "model.writer._target_ names 'own_writer.Own', but no yaml" in done.stderr
-        assert "what is trained could not be loaded again: write a yaml" in done.stderr
+        assert "model.writer._target_" in done.stderr and "'own_writer.Own'" in done.stderr
     assert not list((tmp_path / "logs").rglob("*.ckpt"))
     assert (
         "trainer.max_time=1 is not allowed" in refused(processes, tmp_path, *words, "--config-dir", str(yamls)).stderr

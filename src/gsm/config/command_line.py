@@ -289,10 +289,20 @@ def typed(program: str, *words: str) -> str:
 
 
 def command(name: str, *words: str) -> str:
-    """Return a command of the project to paste here: ``python train.py ...`` in a clone, else ``gsm-train ...``."""
-    if paths.in_clone():
-        return typed("python", path_text(paths.ROOT / f"{name}.py"), *words)
-    return typed(f"gsm-{name}", *words)
+    """Return a command of the project to paste here: ``python train.py ...`` in a clone, else ``gsm-train ...``; with
+    the folders of the user's own yamls."""
+    before, flag = own_configs()
+    program = ["python", path_text(paths.ROOT / f"{name}.py")] if paths.in_clone() else [f"gsm-{name}"]
+    return before + typed(*program, *flag, *words)
+
+
+def own_configs() -> tuple[str, list[str]]:
+    """Return what names the folders of the user's own yamls: the beginning of a command, and its flag, which takes one
+    folder."""
+    folders = list(map(str, paths.config_folders()[1:]))
+    if len(folders) > 1:
+        return f"GSM_CONFIGS={shlex.quote(os.pathsep.join(folders))} ", []
+    return "", ["--config-dir", *folders] if folders else []
 
 
 def path_text(path: str | os.PathLike[str]) -> str:

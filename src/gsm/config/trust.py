@@ -61,9 +61,8 @@ def _check(value: Any, place: str, groups: tuple[str, ...], known: frozenset[str
                 raise ConfigError(f"{place}.{key} is {_shown(below)}, but has to be one of {choices}")
             if key == "_target_" and not (isinstance(below, str) and below in known):
                 raise ConfigError(
-                    f"{place}.{key} names {_shown(below)}, but no yaml in {', '.join(groups)} does, so it is not "
-                    "built: for a part of your own give the folder of its yaml, --config-dir FOLDER, or directories= "
-                    "in Python"
+                    f"{place}.{key} must be named by a yaml in {', '.join(groups)}, got {_shown(below)}. For a part of "
+                    "your own set GSM_CONFIGS to the folder of its yaml, or give a command --config-dir FOLDER"
                 )
             _check(key, place, groups, known, depth)
             _check(below, f"{place}.{key}", groups, known, depth + 1)

@@ -19,6 +19,7 @@ from markupsafe import Markup
 
 from gsm import paths
 from gsm.config.check import ConfigError, flat
+from gsm.config.command_line import own_configs
 from gsm.config.options import opening, saved
 from gsm.experiments import SEVERAL
 from gsm.experiments.table import FOOTNOTE, RunSummary, Table, mapping, read_contents, yamls
@@ -198,10 +199,7 @@ def _commands(folder: Path) -> list[str]:
     overrides = _saved(folder / ".hydra/overrides.yaml")
     if not isinstance(overrides, list):
         return []
-    folders = list(map(str, paths.config_folders()[1:]))
-    # Hydra takes one --config-dir.
-    before = f"GSM_CONFIGS={shlex.quote(os.pathsep.join(folders))} " if len(folders) > 1 else ""
-    flag = ["--config-dir", *folders] if len(folders) == 1 else []
+    before, flag = own_configs()
     return [before + shlex.join(["python", "train.py", *flag, *map(str, overrides)])]
 
 
