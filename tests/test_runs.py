@@ -255,6 +255,19 @@ def test_a_run_that_fails_stops_no_other_arm_and_the_same_command_goes_on_there(
     assert done == ["one/seed0/extend", "one/seed0/loss"]
 
 
+def test_an_arm_with_a_failed_run_has_failed_though_another_run_of_it_ends(
+    asked: Callable[..., Experiment], done: list[str]
+):
+    """Its summary said `running`, with the name of the last run that had started."""
+    done.append("fails gsm/seed0/tune")
+    tune = "tune: {after: train, trainer.max_steps: 1}, overlap: {after: train, evaluate: {context: 64}}"
+    with pytest.raises(SystemExit):
+        train_all(asked(f"runs={{train: {{trainer.max_steps: 2}}, {tune}}}"))
+    assert done[1:] == ["gsm/seed0/train", "gsm/seed0/overlap"]
+    facts = summary(asked())
+    assert (facts["status"], facts["run"]) == ("failed", "tune")
+
+
 def test_a_run_that_chooses_a_group_drops_what_was_said_of_it(asked: Callable[..., Experiment]):
     """data.path=... is for the text of the main training, and questions take no path."""
     made = asked("runs={train: null, tune: {after: train, /data: ruler, data.answers: cot, data.template: short}}")

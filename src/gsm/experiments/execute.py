@@ -225,6 +225,8 @@ class _Work:
 
     def _note(self, run: Run, status: str, reason: str = "") -> None:
         for trial in self.trials:
+            if status == "running" and any(own.name in self.failed for own in trial.runs.values()):
+                continue  # another run of it goes on, but it has failed
             for name in [name for name, own in trial.runs.items() if own is run]:
                 trial.note(status=status, run=name, reason=f"run {name} {reason}" if reason else None)
 
