@@ -298,10 +298,12 @@ def test_a_key_that_is_given_is_not_tuned(asked: Callable[..., Experiment]):
     table = train_all(made := asked("seeds=1", f"{RATE}=5e-3"))
     assert Pretends.started == ["low/seed0", "high/seed0"] and rates(made) == {"low": 5e-3, "high": 5e-3}
     assert table.tuned == {}
+    assert "tuned" not in (made.folder / "results.md").read_text(), "the page said that 5e-3 was tuned"
     del Pretends.started[:]
     table = train_all(asked(TUNE, f"arms={{low: ['{RATE}=7e-3'], high: []}}", "seeds=1", "name=other"))
     assert Pretends.started == [*FIRST[3:], "low/seed0", "high/seed0"]
     assert table.tuned == {"high": {RATE: "0.002"}}
+    assert "* high: tuned" in (made.folder.with_name("other") / "results.md").read_text()
 
 
 RATED = "optimizer.learning_rate=1e-3"  # what a pretended run's numbers follow from

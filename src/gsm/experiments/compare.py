@@ -24,6 +24,7 @@ from gsm.experiments.table import (
     read_contents,
     read_otherwise,
     read_runs,
+    settings,
     summarise,
 )
 from gsm.files import damage, read_json, write_whole
@@ -341,7 +342,12 @@ def _tuned(runs: Sequence[RunSummary]) -> dict[str, dict[str, str]]:
         values = tuned.get(run.folder.parent.name) if isinstance(tuned, Mapping) else None
         if isinstance(values, Mapping):
             texts = {str(key): one.get("shown") if isinstance(one, Mapping) else None for key, one in values.items()}
-            by_arm[run.arm] = {key: str(text) for key, text in texts.items() if text is not None}
+            own = settings(run)  # a run of an earlier command, or with a value by hand, may have others
+            by_arm[run.arm] = {
+                key: str(text)
+                for key, text in texts.items()
+                if text is not None and own.get(key) in (None, str(text).partition(" ")[0])
+            }
     return by_arm
 
 

@@ -167,7 +167,7 @@ class Tuning:
         failed: dict[str, list[str]] = {}
         while attempts := [attempt for attempt in self.attempts() if attempt.arm not in failed]:
             arms = ", ".join(dict.fromkeys(attempt.arm for attempt in attempts))
-            tried = f"{listed(self.tune.space)}; {len(attempts)} attempts now"
+            tried = f"{listed(self.space)}; {len(attempts)} attempts now"
             sentence = f"tuning {arms} on a part of the training data, by {self.tune.decides()}: {tried}"
             print(filled([sentence]), flush=True)
             errors = work(attempts)
@@ -212,16 +212,22 @@ class Tuning:
 
     def notes(self) -> list[str]:
         """Return sentences on how values were chosen, and on those that have diverged."""
-        if not self.tune.space:
+        if not self.searches:
             return []
+        arms = "" if len(self.searches) == len(self.experiment.arms) else f"{', '.join(self.searches)}: "
         seeds = f"{'seeds' if len(self.tune.seeds) > 1 else 'seed'} {', '.join(map(str, self.tune.seeds))}"
         how = (
-            f"tuned on a part of the training data that no number above uses, by {self.tune.decides()}, {seeds}: the "
-            f"best of {listed(self.tune.space)}; '{EDGE.strip()}' marks the end of the values tried"
+            f"{arms}tuned on a part of the training data that no number above uses, by {self.tune.decides()}, {seeds}: "
+            f"the best of {listed(self.space)}; '{EDGE.strip()}' marks the end of the values tried"
         )
         choices = {arm: search.choice for arm, search in self.searches.items() if search.choice}
         lost = [f"{arm} {', '.join(lines(values))}" for arm, choice in choices.items() for values in choice.diverged]
         return [how, *([f"diverged, and counted as the worst: {'; '.join(lost)}"] if lost else [])]
+
+    @property
+    def space(self) -> Space:
+        """The values that an arm tries, by key: without a key that all arms or the command line set."""
+        return {key: values for search in self.searches.values() for key, values in search.space.items()}
 
     def _best(self) -> dict[str, Choice]:
         choices = {arm: search.choice for arm, search in self.searches.items()}
