@@ -155,7 +155,9 @@ class HeldOut(Measure):
             treated = dict.fromkeys(str(result.get("documents")) for result in results)
             if len(treated) > 1:
                 notes = [f"Compare with care: documents are {' in some and '.join(treated)} in others. Use documents="]
-            read = dict.fromkeys(" ".join(str(result["data"].get(key)) for key in READ) for result in results)
+            read = dict.fromkeys(
+                " ".join(str((result.get("data") or {}).get(key)) for key in READ) for result in results
+            )
             if len(read) > 1 and "isolated" in treated:
                 notes.append(
                     f"Bits per byte do not compare: the tokenizers are {' and '.join(read)} ids, and "
