@@ -29,6 +29,12 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))  # OMP_NUM_THREADS may say fewer
 
 
+@pytest.fixture(autouse=True)
+def no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that prepares a command leaves no process behind that takes itself for one."""
+    monkeypatch.setattr("gsm.config.command_line.prepared", False)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none."""
     if torch.cuda.is_available():

@@ -22,7 +22,7 @@ from gsm.paths import ROOT
 
 PAGES = ("README.md", "docs/commands.md")
 # Not run here: the shell's own, what other tests run (test_packaging, test_notebooks), and servers.
-ELSEWHERE = ("make ", "source ", "jupyter ", "tensorboard ", "pip ")
+ELSEWHERE = ("git ", "make ", "source ", "jupyter ", "tensorboard ", "pip ")
 # Who leaves what lies in a folder that is read: what has to be there, and the command.
 BEFORE = {
     "logs/default": ("logs/default/gsm/seed0", "python train.py"),

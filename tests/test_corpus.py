@@ -276,7 +276,9 @@ def test_a_clone_that_cannot_be_written_to_caches_with_the_user(
 def test_ids_take_two_bytes_while_they_fit(tmp_path: Path) -> None:
     class Large:
         vocabulary, end_of_text, token_lengths_V = 70_000, 69_999, np.ones(70_000, np.int64)
+        kind = "bpe"
         encode_batch = staticmethod(lambda texts: [[69_000] for _ in texts])
+        parts = staticmethod(lambda text: [text])
 
     pieces = [Piece("ab", last=True), Piece("ü", last=True)]
     assert write_ids(tmp_path, pieces, Tokenizer.plain_bytes())["dtype"] == "uint16"

@@ -108,7 +108,7 @@ VALUES: list[tuple[Callable[[], object], str]] = [
     (lambda: text(corpus=Corpus(PAGES)), "is not allowed because there is a corpus, too"),
     (lambda: text(held_out="tunin"), "held_out=tunin "),
     (lambda: text(documents="apart"), "documents=apart "),
-    (lambda: divide(Split("train", Path(), 10, 10, 10, "uint16"), BYTES), "the training split has only 10 tokens"),
+    (lambda: divide(Split("train", Path(), 10, 10, 10, 0, "uint16"), BYTES), "the training split has only 10 tokens"),
     (lambda: Tokenizer.from_state({"kind": "words", "json": None}), "tokenizer=words "),
     (lambda: Tokenizer.from_state({"kind": "bpe", "json": '{"model":'}), "no readable 'json'"),
     (partial(Needle, gap=-1), "gap=-1 "),

@@ -155,7 +155,8 @@ def test_experts_are_balanced_by_the_loads_of_all_ranks(processes: Any, tmp_path
     assert ranks.together(processes, 2, balanced, tmp_path) == [0, 0]
     one, two = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     model = build(MOE, geometry=SHALLOW).train()
-    load_LE = sum(model(batch["tokens"]).load_LE for batch in (*ranks.batches(2, 0, 1), *ranks.batches(2, 1, 1)))
+    batches = [*ranks.batches(2, 0, 1), *ranks.batches(2, 1, 1)]
+    load_LE = sum(model(batch["tokens"], batch["documents"]).load_LE for batch in batches)
     assert torch.equal(one["load_LE"], load_LE) and torch.equal(two["load_LE"], load_LE)
     assert not torch.equal(one["own_LE"], two["own_LE"])
 
@@ -166,7 +167,7 @@ def balanced(folder: Path) -> None:
     task, batch = ranks.task_of(MOE), ranks.batches(2, rank, 1)
     told: list[torch.Tensor] = []
     task.model.rebalance = told.append
-    own_LE = build(MOE, geometry=SHALLOW).train()(batch[0]["tokens"]).load_LE
+    own_LE = build(MOE, geometry=SHALLOW).train()(batch[0]["tokens"], batch[0]["documents"]).load_LE
     ranks.trainer_of("ddp", 1).fit(task, DataLoader(batch, batch_size=None))
     torch.save({"load_LE": told[0], "own_LE": own_LE}, folder / f"{rank}.pt")
 

@@ -491,7 +491,12 @@ def test_ctrl_c_ends_the_line_and_leaves_the_written_text(monkeypatch, capsys):
         yield "a = "
         raise KeyboardInterrupt
 
-    for name, stub in (("load_tokenizer", str), ("load_model", lambda *arguments: None), ("pieces", pieces)):
+    for name, stub in (
+        ("read_checkpoint", lambda *arguments, **options: {"hyper_parameters": {"config": {}}}),
+        ("tokenizer_of", lambda *arguments: None),
+        ("load_model", lambda *arguments: None),
+        ("pieces", pieces),
+    ):
         monkeypatch.setattr(generate, name, stub)
     with pytest.raises(SystemExit) as ended:
         generate.generate("somewhere", prompt="def f():", device="cpu")

@@ -67,6 +67,9 @@ def test_the_residual_ablation_compares_what_it_says():
     kinds = [job.config["model"]["residual"]["_target_"].rpartition(".")[2] for job in jobs]
     assert kinds == ["HyperConnection", "TwoPassHyperConnection", "Plain", "Plain"]
     assert jobs[3].config["trainer"]["max_steps"] > jobs[2].config["trainer"]["max_steps"]
-    rest = [{**job.config, "model": None, "arm": None, "folder": None, "choices": None} for job in jobs[:3]]
+    rest = [
+        {**job.config, "model": None, "arm": None, "folder": None, "choices": None, "overrides": None}
+        for job in jobs[:3]
+    ]
     pairs = zip(rest, experiment.chosen, strict=False)
     assert len({str(config).replace(f"/{arm}/seed", "/seed") for config, arm in pairs}) == 1, "nothing else differs"
