@@ -115,6 +115,8 @@ def run(function: Callable[[dict[str, Any]], object], config: DictConfig) -> Non
 
     Raises JobFailed in a job of a sweep, so that Hydra goes on with the next one; else SystemExit.
     """
+    global prepared
+    prepared = True  # also in a process of a launcher, which begins here
     try:
         with errors_as_sentences():
             function(from_job(config))

@@ -18,8 +18,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
-from hydra.core.singleton import Singleton
-from hydra.core.utils import setup_globals
+from hydra.core.utils import JobRuntime
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -270,14 +269,17 @@ def _composed(choices: tuple[str, ...], folders: tuple[Path, ...], digest: str, 
     """
     register_resolvers()
     search = [searchpath_word(folders[1:])] if folders[1:] else []
-    setup_globals()  # Hydra's own resolvers are needed afterwards
-    before = Singleton.get_state()
-    GlobalHydra.instance().clear()  # inside a job Hydra is at work already, and there is only one
+    main, runtime = GlobalHydra.instance(), JobRuntime.instance()
+    before, job = main.hydra, dict(runtime.conf)
+    main.clear()  # inside a job Hydra is at work already, and there is only one
     try:
         with hydra.initialize_config_dir(str(paths.configs()), job_name=script, version_base="1.3"):
             return hydra.compose(script, [*choices, *search], return_hydra_config=True)
     finally:
-        Singleton.set_state(before)  # initialize_config_dir changes the job's name, too
+        GlobalHydra.set_instance(main)  # initialize_config_dir leaves an empty copy in its place
+        main.hydra = before
+        for key, value in job.items():  # and changes the job's name, too
+            runtime.set(key, value)
 
 
 def register_resolvers() -> None:
