@@ -106,8 +106,7 @@ class Best(Checkpoint):
         mode = mode or MODES.get(monitor)
         if mode not in ("min", "max"):
             raise ConfigError(
-                f"mode={mode} is not allowed because it must be min or max for monitor={monitor}. The monitors "
-                f"{', '.join(MODES)} need none."
+                f"mode must be min or max for monitor={monitor}, got {mode}; {', '.join(MODES)} need none"
             )
         self.path, self.monitor, self.mode = Path(path), monitor, mode
         self.lowest = math.inf  # of the metric, or of its negative
