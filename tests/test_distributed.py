@@ -22,6 +22,7 @@ from gsm.config.compose import compose
 from gsm.layers.experts import Experts, ways_to_divide
 from gsm.training import trainer as trainers
 from gsm.training.callbacks.checkpoints import Latest, WholeFiles
+from gsm.training.distributed.ranks import LAUNCHER, RANKS, own_ranks
 from gsm.training.distributed.sharded import Sharded
 from gsm.training.optimizer import AdamW, Muon
 from gsm.training.run import train
@@ -65,6 +66,22 @@ def test_two_processes_with_a_whole_model_each_are_one(processes: Any, tmp_path:
     assert ranks.together(processes, 2, ranks.trained, MOE, "ddp", tmp_path, 2) == [0, 0]
     together = torch.load(tmp_path / "ddp.pt", weights_only=True)
     assert_same_run(alone, together)
+
+
+def test_a_run_obeys_no_earlier_launcher_and_leaves_nothing_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    """Lightning met the ranks of another run at a port that was left over, or waited for ranks that nobody started."""
+    for name in (*LAUNCHER, *RANKS, "TORCHELASTIC_RUN_ID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    before = dict(os.environ)
+    with own_ranks():
+        assert not {*LAUNCHER} & os.environ.keys()
+        os.environ |= dict.fromkeys(LAUNCHER, "7")  # as Lightning does
+    assert dict(os.environ) == before
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+    with own_ranks():
+        assert os.environ["MASTER_PORT"] == "1"
 
 
 @pytest.mark.slow

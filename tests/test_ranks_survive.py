@@ -299,7 +299,8 @@ def test_a_rank_that_lightning_starts_composes_nothing(home: Path, tmp_path: Pat
     words = ["experiment=mine", *overrides(home, "composed-${now:%S%f}", "lightning")]
     words += ["+callbacks.edited._target_=edited.Edited", f"+callbacks.edited.file={mine}"]
     flag = f"--config-dir={tmp_path / 'own'}"
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    left = {"MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1", "LOCAL_RANK": "0"}  # of an earlier launcher
+    variables = {**os.environ, **left, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, str(ROOT / "train.py"), *words, flag]  # behind which Lightning adds words of its own
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -281,6 +281,26 @@ def test_a_sweep_without_a_finished_run_has_nothing_to_compare(tmp_path: Path, p
     assert "Next:" not in done.stdout
 
 
+SHOWS_ID = """import os, lightning
+
+class Shows(lightning.Callback):
+    def __init__(self):
+        print("id", os.environ.get("WANDB_RUN_ID"))
+"""
+
+
+@pytest.mark.parametrize(("words", "ids"), [(["-m", "seed=0,1"], ["None", "None"]), (["seed=1"], ["mine"])])
+def test_several_runs_of_a_command_are_no_single_run_of_wandb(
+    words: list[str], ids: list[str], tmp_path: Path, processes: Any
+):
+    """An id that was left in the environment was that of all arms and seeds."""
+    (tmp_path / "shows.py").write_text(SHOWS_ID)
+    given = [*words, *arguments(tmp_path), "data.path=nowhere", "+callbacks.shows._target_=shows.Shows"]
+    variables = {"PYTHONPATH": str(tmp_path), "WANDB_RUN_ID": "mine"}
+    done = typed(processes, tmp_path, "train.py", *given, **variables)
+    assert re.findall(r"^id (\w+)$", done.stdout, re.MULTILINE) == ids, done.stdout + done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_variants_stand_side_by_side(tmp_path: Path, processes: Any):

@@ -5,6 +5,7 @@ Slow imports happen after the arguments are checked.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,10 @@ def train() -> None:
             command_line.run(job, config)
 
     def job(plain: dict[str, Any]) -> None:
-        if any(plain[name] is not None for name in (*SEVERAL, "runs")):
+        several = any(plain[name] is not None for name in (*SEVERAL, "runs"))
+        if several or command_line.sweeping():
+            os.environ.pop("WANDB_RUN_ID", None)  # W&B would take them for one run
+        if several:
             from gsm.experiments import execute
 
             execute.run(plain)
