@@ -324,6 +324,13 @@ def test_a_step_may_be_divided_otherwise(tmp_path: Path, batch: int, devices: in
         prepare(config(tmp_path / "run", global_batch=24, **options), world=world)
 
 
+@pytest.mark.parametrize("way", [["trainer=ddp", "trainer.devices=2"], ["trainer=default"]], ids=str)
+def test_what_other_devices_have_begun_the_cpu_can_end(way: list[str]):
+    """`trainer=cpu` alone was refused: it asked for trainer.accelerator=auto and trainer.precision=auto."""
+    begun = compose([*(word for word in TINY if word != "trainer=cpu"), *way, "data.path=/texts", "logs=/logs"])
+    assert not differences(begun, composed(), divided=True) and not differences(composed(), begun, divided=True)
+
+
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_a_disk_without_locks_is_trained_on(
     tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
