@@ -24,6 +24,7 @@ from gsm.config.load import CheckpointError, instantiate
 from gsm.files import write_json
 from gsm.training.folder import Start, prepare
 from gsm.training.module import LanguageModeling
+from gsm.training.resume import STATE
 
 
 @pytest.mark.slow
@@ -121,6 +122,19 @@ def test_a_run_whose_last_checkpoint_is_gone_does_not_start_over(home: Path, cop
             prepared(home, copy)
     best.unlink()
     assert prepared(home, copy).moves
+
+
+def test_auto_is_no_other_precision_on_another_device(home: Path, copy: Path, processes: Any):
+    """A run that began on a GPU in bfloat16 went on in float32 on a CPU."""
+    path, log = copy / "checkpoints/last.ckpt", copy.with_name("precision.log")
+    checkpoint = torch.load(path, weights_only=True)
+    assert checkpoint[STATE]["precision"] == "32-true"
+    checkpoint[STATE]["precision"] = "bf16-mixed"
+    torch.save(checkpoint, path)
+    (copy / "summary.json").write_text(json.dumps({"status": "interrupted"}))
+    child = started(processes, arguments(home, "copy", f"folder={copy}"), log, no_death)
+    child.join()
+    assert child.exitcode == 1 and "error: trainer.precision" in log.read_text(), log.read_text()
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from gsm.errors import ConfigError
 from gsm.training.distributed.ranks import sharing
 
 FORMAT = 2  # version of the content of checkpoints
@@ -51,11 +52,12 @@ class ResumeState(lightning.Callback):
     same numbers.
 
     Attributes:
-        ends: whether a checkpoint of a run that a callback has ended ends it once more: a branch of it trains on.
+        goes_on: whether a checkpoint that is loaded is of this very run, and not of one that it branches from. If a
+            callback has ended the run there, it ends once more.
     """
 
     def __init__(self) -> None:
-        self.ends = False
+        self.goes_on = False
         self._random: Mapping[str, Any] | None = None
         self._ended = False
 
@@ -66,20 +68,28 @@ class ResumeState(lightning.Callback):
         optimiser's entries, so that an error can name a missing entry."""
         checkpoint["format"] = FORMAT
         ended = trainer.should_stop and trainer.global_step < trainer.max_steps
-        checkpoint[STATE] = {"random": random_states(pl_module.device), "world": sharing(trainer)[0], "ended": ended}
+        facts = {"world": sharing(trainer)[0], "precision": str(trainer.precision), "ended": ended}
+        checkpoint[STATE] = {"random": random_states(pl_module.device), **facts}
         states = (state["state"] for state in checkpoint["optimizer_states"])
         checkpoint[ENTRIES] = [{number: sorted(entry) for number, entry in state.items()} for state in states]
 
     def on_load_checkpoint(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the RNG states for the start of training, and sets Lightning's counters."""
-        self._random, self._ended = checkpoint[STATE]["random"], checkpoint[STATE].get("ended", False)
+        """Keep the RNG states for the start of training, and sets Lightning's counters. Raises ConfigError for another
+        precision: ``auto`` is another one on another device."""
+        state, precision = checkpoint[STATE], str(trainer.precision)
+        if self.goes_on and state.get("precision", precision) != precision:
+            raise ConfigError(
+                f"trainer.precision is {precision} on this device, but the run began with {state['precision']}. Use a "
+                "device as before, or start_from=FOLDER start_fresh=false name=NAME"
+            )
+        self._random, self._ended = state["random"], state.get("ended", False)
         set_counters(checkpoint["loops"]["fit_loop"], checkpoint["global_step"], trainer.accumulate_grad_batches)
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Restore the RNG states, last of all: loading and setting up draw random numbers too."""
-        if self.ends and self._ended:
+        if self.goes_on and self._ended:
             trainer.should_stop = True
         if self._random is not None:
             trainer.fit_loop.epoch_loop.restarting = False  # the counters are right; see `set_counters`

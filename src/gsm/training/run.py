@@ -250,7 +250,7 @@ def _fit(parts: Parts, start: Start) -> None:
     for latest in find(trainer, Latest):
         latest.saved = start.step if goes_on_here else None
     for state in find(trainer, ResumeState):
-        state.ends = goes_on_here
+        state.goes_on = goes_on_here
     for interruption in find(trainer, Interruption) if trainer.is_global_zero else ():
         interruption.farewell = functools.partial(_farewell, parts)
 
