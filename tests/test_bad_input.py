@@ -247,11 +247,11 @@ CASES = {
     ),
     "negative temperature": (
         lambda: sample(torch.zeros(1, 3), -1.0),
-        r"temperature=-1.0 is not allowed. Use 0 \(greedy\)",
+        "temperature .* got -1.0",
     ),
     "top_p of nothing": (
         lambda: sample(torch.zeros(1, 3), 1.0, 0.0),
-        "top_p=0.0 is not allowed. Use a number above 0 and at most 1",
+        "top_p .* got 0.0",
     ),
 }
 

@@ -49,6 +49,16 @@ def test_questions_of_all_shapes_keep_their_places():
             assert score.loglikelihood == pytest.approx(one_by_one(model, *pair)[0], abs=1e-9)
 
 
+def test_a_model_that_diverged_answers_nothing():
+    """Each of its NaNs was taken for the likeliest of all choices."""
+    model = build("gsm", geometry=SHALLOW)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight *= 1e300 if name.endswith("norm.weight") else 1
+    with pytest.raises(ValueError, match="log-probabilities"):
+        loglikelihoods(model, [(ids(9, 1), ids(4, 1))], max_length=100)
+
+
 def test_greedy_is_what_the_model_would_write():
     model, context, best = Bag(), ids(20, 1), []
     for _ in range(4):

@@ -23,6 +23,8 @@ from gsm.config.handed import hand_on
 from gsm.config.load import CheckpointError, load_tokenizer
 from gsm.evaluation.checkpoints import checkpoints
 from gsm.evaluation.generate import generate
+from gsm.evaluation.held_out import HeldOut
+from gsm.evaluation.lengths import Lengths
 from gsm.paths import ROOT
 from gsm.training.callbacks.tensorboard import COLUMNS, METRICS
 from gsm.training.report import BOARD
@@ -160,6 +162,21 @@ def test_generate_goes_on_from_a_prompt(run: tuple[Path, str], capsys: pytest.Ca
     assert capsys.readouterr().out.startswith(prompt)
 
 
+def test_a_model_that_diverged_is_refused_in_one_sentence(run: tuple[Path, str], tmp_path: Path):
+    """Its weights are finite, what it computes is not: generate.py and evaluate.py ended in a traceback."""
+    saved = torch.load(run[0] / "checkpoints/last.ckpt", weights_only=True)
+    for name, value in saved["state_dict"].items():
+        value *= 1e30 if name.endswith("norm.weight") else 1
+    torch.save(saved, tmp_path / "diverged.ckpt")
+    with pytest.raises(ConfigError, match="scores"):
+        generate(str(tmp_path / "diverged.ckpt"), prompt="a", max_new_tokens=2)
+    given: dict[str, Any] = {"checkpoint": str(tmp_path / "diverged.ckpt"), "output": str(tmp_path / "result.json")}
+    for measure in (HeldOut(**given), Lengths(**given, lengths=[16, 32], windows=2)):
+        with pytest.raises(ConfigError, match="losses"):
+            measure.evaluate()
+    assert not (tmp_path / "result.json").exists()
+
+
 def test_generate_says_how_much_would_fit(run: tuple[Path, str]):
     with pytest.raises(
         ConfigError, match=r"^out of memory: .* would fit: [1-9][\d,]* tokens at batch 1; prompt and new"
@@ -173,7 +190,7 @@ def test_generate_says_how_much_would_fit(run: tuple[Path, str]):
         (["promt=a"], "unknown argument 'promt'; did you mean prompt"),
         (["seed=x"], "seed is 'x', but takes int"),
         (["prompt=a"], "generate.py needs checkpoint="),
-        (["checkpoint=nowhere", "temperature=-1"], "temperature=-1.0 is not allowed because it is below 0"),
+        (["checkpoint=nowhere", "temperature=-1"], "temperature .* got -1.0"),
         (["checkpoint=nowhere.ckpt"], "no checkpoint at nowhere.ckpt"),
         (
             ["checkpoint=nowhere", "prompt_file=nothing.txt"],

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from gsm.config.check import ConfigError
-from gsm.config.load import load_model, read_checkpoint, tokenizer_of, usable
+from gsm.config.load import load_model, read_checkpoint, refusals, tokenizer_of, usable
 from gsm.costs.model import cost
 from gsm.costs.room import GUESS, Room, available_bytes, out_of_memory
 from gsm.data.reading import utf8
@@ -19,6 +19,7 @@ from gsm.engine import CHUNK, Engine
 from gsm.errors import within
 from gsm.files import read_text
 from gsm.models.base import LanguageModel
+from gsm.models.sampling import check_sampling
 
 
 def generate(
@@ -48,9 +49,7 @@ def generate(
             Also where memory runs out: the message has the number of tokens that fit.
     """
     within(1, max_new_tokens=max_new_tokens)
-    within(0, temperature=temperature)
-    if not 0 < top_p <= 1:
-        raise ConfigError(f"top_p={top_p} is not allowed because it is a share. Use a number above 0, up to 1.")
+    check_sampling(temperature, top_p)
     device = usable(device)
     start = utf8(_read(prompt_file) if prompt_file else prompt)
     saved = read_checkpoint(checkpoint, mmap=True)
@@ -80,11 +79,11 @@ def pieces(
     top_p: float,
     generator: torch.Generator,
 ) -> Iterator[str]:
-    """Yield the new text in whole characters; ends with the model's end of text."""
+    """Yield the new text in whole characters; ends with the model's end of text. Raises ConfigError."""
     decoder = tokenizer.stream()
     ids = tokenizer.encode(prompt) or [tokenizer.end_of_text]
     capacity = len(ids) + max_new_tokens - 1
-    with _room(model, capacity):
+    with _room(model, capacity), refusals("generate.py"):
         engine = Engine(model, capacity=capacity)
         for token_B in engine.stream(ids, max_new_tokens, temperature, top_p, generator):
             token = int(token_B)

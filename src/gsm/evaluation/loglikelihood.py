@@ -85,7 +85,7 @@ def loglikelihoods(
         results: keeps the scores by the number of the pair, and has those of an interrupted call.
 
     Raises:
-        ValueError: an empty context or continuation.
+        ValueError: an empty context or continuation, or a model that scores NaN.
     """
     results = results or Results(None, {})
 
@@ -134,6 +134,8 @@ def score(model: Any, batch: Sequence[Question]) -> dict[int, Score]:
         memory = out.memory
         parts.append(_at(promoted(out.logits).log_softmax(-1), target_NM[:, start + 1 : end + 1]))
     logprob_NM, best_NM = (torch.cat(part, dim=1).cpu() for part in zip(*parts, strict=True))
+    if logprob_NM.isnan().any():
+        raise ValueError("the model's log-probabilities are not finite. Look for NaN or infinity in its weights")
     places = [(place, question.cut) for question in batch for place in question.places]
     return {
         place: Score(float(logprob_NM[n, :length].double().sum()), bool(best_NM[n, :length].all()), cut)

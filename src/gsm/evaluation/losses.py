@@ -118,14 +118,18 @@ def token_losses(model: LanguageModel, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def row_losses(out: Output, targets_BR: Tensor, vocabulary: int) -> Tensor:
-    """Return the same for the output of a model for these rows, at least float32 [B, R]."""
+    """Return the same for the output of a model for these rows, at least float32 [B, R]. Raises ValueError for a loss
+    that is not finite."""
     hidden_ND, target_N = out.hidden_BRD.flatten(0, 1), targets_BR.flatten()
     step = max(1, SCRATCH // vocabulary)
     losses = [
         cross_entropy(promoted(out.head(rows_ND)), wanted_N, ignore_index=IGNORED, reduction="none")
         for rows_ND, wanted_N in zip(hidden_ND.split(step), target_N.split(step), strict=True)
     ]
-    return torch.cat(losses).view_as(targets_BR)
+    loss_N = torch.cat(losses)
+    if not loss_N.isfinite().all():
+        raise ValueError("the model's losses are not finite. Look for NaN or infinity in its weights")
+    return loss_N.view_as(targets_BR)
 
 
 def distances(token_BT: Tensor, target_BT: Tensor, documents_BT: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from gsm.errors import ConfigError
 from gsm.shapes import promoted
 
 
@@ -74,9 +75,9 @@ def check_sampling(
         if not (isinstance(value, Real) or isinstance(value, Tensor) and value.numel() == 1):
             raise ValueError(f"{name}={value!r:.40} is not allowed because it is not a number. Use a number")
     if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature={temperature} is not allowed. Use 0 (greedy) or a finite number above it")
+        raise ConfigError(f"temperature must be 0 (greedy) or a finite number above it, got {temperature}")
     if not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p} is not allowed. Use a number above 0 and at most 1")
+        raise ConfigError(f"top_p must be in (0, 1], got {top_p}")
     if generator is not None and not isinstance(generator, torch.Generator):
         raise ValueError(f"generator of type {type(generator).__name__} is not allowed. Use a torch.Generator")
     if generator is not None and device is not None and generator.device.type != device.type:
