@@ -127,6 +127,31 @@ def test_an_unfinished_run_goes_on_only_with_its_own_text(tmp_path: Path):
     assert prepare(config(folder), fingerprint=other_text).checkpoint == last, "an older checkpoint does not say"
 
 
+@pytest.mark.parametrize(("key", "content"), [("data__path", "corpus"), ("data__tokenizer", "tokenizer")])
+def test_a_text_that_has_moved_is_the_same_run(tmp_path: Path, key: str, content: str):
+    """A run on the same bytes at another path was refused, or, finished, moved aside and trained again."""
+    folder, elsewhere, name = tmp_path / "run", {key: "/disk2/texts.json"}, key.replace("__", ".")
+
+    def other() -> dict[str, str | int]:
+        return {**TEXT, content: "c" * 64}
+
+    last = leave(folder)
+    assert prepare(config(folder, **elsewhere), fingerprint=same_text).checkpoint == last
+    with pytest.raises(CheckpointError, match=name):
+        prepare(config(folder, **elsewhere), fingerprint=other)
+    assert prepare(branch(tmp_path / "other", last, **elsewhere), fingerprint=same_text).checkpoint == last
+    with pytest.raises(CheckpointError, match=name):
+        prepare(branch(tmp_path / "other", last, **elsewhere), fingerprint=other)
+    leave(folder, "finished")
+    assert finished(config(folder, **elsewhere), same_text) and not finished(config(folder, **elsewhere), other)
+    assert finished(config(folder), lambda: pytest.fail("the same path: planning reads no text"))
+    assert prepare(config(folder, **elsewhere), fingerprint=same_text).finished
+    assert prepare(config(folder, **elsewhere), fingerprint=other).moves
+    for unknown in (None, {"context": 32}):  # an older checkpoint, and data of one's own
+        leave(folder, "finished", fingerprint=unknown)
+        assert not finished(config(folder, **elsewhere), same_text)
+
+
 def test_an_unfinished_run_of_another_configuration_is_not_moved_without_a_word(tmp_path: Path):
     """A misspelt value moved days of training aside, and the run began at step 0."""
     last = leave(tmp_path / "run")

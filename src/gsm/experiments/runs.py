@@ -39,6 +39,7 @@ from gsm.experiments.entries import (
 from gsm.experiments.table import Table, read_runs, summarise
 from gsm.files import read_json, write_json
 from gsm.training import folder, weights
+from gsm.training.run import open_data
 from gsm.training.trainer import refuse_early
 
 
@@ -87,7 +88,8 @@ class Run:
             there = known.get("status") == "finished" and self.checkpoint.is_file()
             return there and self._measured().items() <= known.items()
         try:
-            return self.config is not None and folder.finished(self.config)
+            config = self.config
+            return config is not None and folder.finished(config, lambda: open_data(config).fingerprint())
         except (CheckpointError, FileNotFoundError) as error:  # its own, or the one that it started from
             print(f"{self.name} was finished, but cannot be used: {error}", flush=True)
             return False
