@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from inspect import Parameter
 from pathlib import Path
@@ -30,8 +30,8 @@ MARKS = {"summary.json", "checkpoints"}  # every folder of a run that has begun 
 # Files of a run without a checkpoint.
 LEFT = re.compile(r"events\.out\..*|hparams\.yaml|metrics\.csv|\.hydra|\..*\.partial")
 MEASURED = "limit_val_batches"  # changes no weights, but the numbers of a finished run
-# Paths, and the keys of a fingerprint with the contents that lie there: of the same contents, a path decides nothing.
-CONTENTS = {"data.path": "corpus", "data.tokenizer": "tokenizer"}
+# Paths of data, and the keys of a fingerprint with what lies there: if that is the same, a path decides nothing.
+CONTENTS = {"path": "corpus", "tokenizer": "tokenizer"}
 # Makes the fingerprint of the data, only where there is one to compare with.
 Fingerprint = Callable[[], Mapping[str, str | int]]
 
@@ -118,7 +118,9 @@ def finished(config: Mapping[str, Any], fingerprint: Fingerprint | None = None) 
     if _status(folder) != "finished" or not (folder / LAST).is_file():
         return False
     checkpoint = _read(folder / LAST, verify=False)
-    return not _changes(checkpoint, config, fingerprint if _other_paths(checkpoint, config) else None)
+    there, here = _config(checkpoint)["data"], config["data"]
+    moved = any(there.get(key) != here.get(key) for key in CONTENTS)
+    return not _changes(checkpoint, config, fingerprint if moved else None)
 
 
 def identity(config: Mapping[str, Any]) -> str:
@@ -129,11 +131,7 @@ def identity(config: Mapping[str, Any]) -> str:
 
 
 def differences(
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
-    branches: bool = False,
-    divided: bool = False,
-    without: Collection[str] = (),
+    old: Mapping[str, Any], new: Mapping[str, Any], branches: bool = False, divided: bool = False
 ) -> list[str]:
     """Return the differences in training: ``data.batch_size (4 there, 8 here)``; empty if two configurations train the
     same.
@@ -144,10 +142,9 @@ def differences(
         old, new: composed configurations.
         branches: leave out the values that a branch may change.
         divided: leave out how a step is divided among processes.
-        without: keys to leave out.
     """
     first, second = flat(_completed(old, new)), flat(new)
-    keys = sorted((first.keys() | second.keys()).difference(without), key=lambda key: (key.startswith("model."), key))
+    keys = sorted(first.keys() | second.keys(), key=lambda key: (key.startswith("model."), key))
     return contrast(first, second, (key for key in keys if decides(key, branches, divided)))
 
 
@@ -229,42 +226,37 @@ def _changes(
 
     The steps of an unfinished run may be divided otherwise; for a finished one it counts how it was measured.
     """
-    before, moved = _config(checkpoint), _moved(checkpoint, config, fingerprint)
+    before, config = _config(checkpoint), _at_its_paths(checkpoint, config, fingerprint)
     if _status(Path(config["folder"])) == "finished":
-        changes = differences(before, config, without=moved)
+        changes = differences(before, config)
         if before["trainer"].get(MEASURED) != config["trainer"].get(MEASURED):
             changes.append(f"trainer.{MEASURED}")
     else:
-        changes = _trained_otherwise(checkpoint, config, world, without=moved)
+        changes = _trained_otherwise(checkpoint, config, world)
     changes += _other_weights(checkpoint, config)
     return changes or _other_data(checkpoint, fingerprint)
 
 
 def _trained_otherwise(
-    checkpoint: Mapping[str, Any],
-    config: Mapping[str, Any],
-    world: int,
-    branches: bool = False,
-    without: Collection[str] = (),
+    checkpoint: Mapping[str, Any], config: Mapping[str, Any], world: int, branches: bool = False
 ) -> list[str]:
     """Return the differences from an earlier training, on ``world`` ranks; a step may be divided otherwise."""
     theirs, before = _config(checkpoint), checkpoint[STATE]["world"]
     before_step, now_step = sequences_a_step(theirs, before), sequences_a_step(config, world)
     ranks = "" if before == world else f", shared out among {before} and {world}"
     steps = [] if before_step == now_step else [f"sequences a step ({before_step} there, {now_step} here{ranks})"]
-    return steps + differences(theirs, config, branches, before_step == now_step, without)
+    return steps + differences(theirs, config, branches, divided=before_step == now_step)
 
 
-def _other_paths(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    there, here = flat(_config(checkpoint)), flat(config)
-    return [key for key in CONTENTS if there.get(key) != here.get(key)]
-
-
-def _moved(checkpoint: Mapping[str, Any], config: Mapping[str, Any], fingerprint: Fingerprint | None) -> list[str]:
-    """Return the keys of paths that are others than the checkpoint's, with the same contents."""
-    before, keys = checkpoint.get("fingerprint") or {}, _other_paths(checkpoint, config)
-    now = fingerprint() if before and keys and fingerprint else {}
-    return [key for key in keys if CONTENTS[key] in now and now[CONTENTS[key]] == before.get(CONTENTS[key])]
+def _at_its_paths(
+    checkpoint: Mapping[str, Any], config: Mapping[str, Any], fingerprint: Fingerprint | None
+) -> Mapping[str, Any]:
+    """Return the configuration with the checkpoint's paths of data, where the same lies at both."""
+    before, there, here = checkpoint.get("fingerprint") or {}, _config(checkpoint)["data"], config["data"]
+    keys = [key for key, name in CONTENTS.items() if name in before and there.get(key) != here.get(key)]
+    now = fingerprint() if keys and fingerprint else {}
+    same = {key: there.get(key) for key in keys if before[CONTENTS[key]] == now.get(CONTENTS[key])}
+    return {**config, "data": {**here, **same}}
 
 
 def _over(config: Mapping[str, Any], fingerprint: Fingerprint | None, world: int) -> Start:
@@ -295,8 +287,8 @@ def _making_room(start: Start, folder: Path, source: Path | None) -> Start:
 def _branch(path: Path, config: Mapping[str, Any], fingerprint: Fingerprint | None, world: int) -> Start:
     """Start with everything in a checkpoint. Raises CheckpointError where it is of another training."""
     checkpoint, remedy = _read(path), "start_fresh=true to take the weights alone"
-    moved = _moved(checkpoint, config, fingerprint)
-    changes = _trained_otherwise(checkpoint, config, world, True, moved) or _other_data(checkpoint, fingerprint)
+    config = _at_its_paths(checkpoint, config, fingerprint)
+    changes = _trained_otherwise(checkpoint, config, world, branches=True) or _other_data(checkpoint, fingerprint)
     if changes:
         raise CheckpointError(
             f"{path} cannot go on with this configuration: it differs in {few(changes)}. Use its values, or {remedy}."
