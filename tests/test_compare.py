@@ -218,10 +218,10 @@ def test_a_key_that_one_of_two_versions_lacks_is_not_compared(experiment: Path, 
     [
         ({"columns": "acuracy"}, "unknown column 'acuracy'; did you mean accuracy. Known in the summaries: .*val_loss"),
         ({"x": "cache_bites", "y": "accuracy"}, "unknown column 'cache_bites'; did you mean cache_bytes"),
-        ({"x": "cache_bytes"}, "x=cache_bytes y= is not allowed .* two axes"),
+        ({"x": "cache_bytes"}, "^x and y .*x=cache_bytes"),
         ({"against": "papper"}, "unknown arm 'papper'; did you mean paper"),
         ({"metric": "val/los"}, "unknown metric 'val/los'; did you mean val/loss"),
-        ({"axis": "epoch"}, "axis=epoch is not allowed .* step or tokens"),
+        ({"axis": "epoch"}, "^axis .*step or tokens.*epoch"),
     ],
     ids=str,
 )
@@ -234,7 +234,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones(experiment: Path, given
 def test_a_folder_without_finished_runs_is_said(tmp_path: Path, experiment: Path):
     with pytest.raises(ValueError, match="compare.py needs the folder of an experiment"):
         compare()
-    with pytest.raises(FileNotFoundError, match="nowhere is not allowed .* no such folder"):
+    with pytest.raises(FileNotFoundError, match="^folder .*nowhere"):
         compare(str(tmp_path / "nowhere"))
     with pytest.raises(FileNotFoundError, match="no run in .*; the experiments below it are recall"):
         compare(str(experiment.parent))

@@ -70,7 +70,7 @@ def test_no_row_is_made_of_a_damaged_file(folder: Path, tmp_path: Path, name: st
 
 def test_a_file_with_other_columns_is_not_added_to(folder: Path, tmp_path: Path):
     rows.publish(folder, tmp_path, ["bits_per_byte"])
-    with pytest.raises(ConfigError, match=r"residual\.csv has no column accuracy"):
+    with pytest.raises(ConfigError, match=r"^columns .*residual\.csv.*accuracy"):
         rows.publish(folder, tmp_path, ["accuracy"])
 
 
@@ -237,9 +237,7 @@ def test_the_interval_over_books_is_of_books_and_the_verdict_of_seeds(tmp_path: 
     lines(tmp_path, {"books/bits_per_byte": bits, "books/by_document": by_book})
     made = rows.table("x books/bits_per_byte against=gsm without=1", tmp_path)
     assert re.search(r"\| near \| 2 \| .* \| \+0.0010 \|", made) and "seeds 0, 2." in made
-    with pytest.raises(
-        ConfigError, match=r"^without=3 is not allowed because x.csv has no run with this seed. Use some of 0, 1, 2"
-    ):
+    with pytest.raises(ConfigError, match="^without .*0, 1, 2, got 3"):
         rows.table("x books/bits_per_byte without=3", tmp_path)
     with pytest.raises(
         ConfigError, match=r"^unknown arm 'nea'; did you mean near\? Known in x.csv: far, gsm, near, uneven"

@@ -75,11 +75,9 @@ def compare(
         OSError: the comparison cannot be written; the error names the file.
     """
     if axis not in AXES:
-        raise ConfigError(f"axis={axis} is not allowed because it is unknown. Use step or tokens")
+        raise ConfigError(f"axis must be step or tokens, got {axis}")
     if bool(x) != bool(y):
-        raise ConfigError(
-            f"x={x} y={y} is not allowed because a picture has two axes. Use both, such as x=cache_bytes y=accuracy"
-        )
+        raise ConfigError(f"x and y must both be given, as x=cache_bytes y=accuracy, got x={x} y={y}")
     places = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
     finished = [run for run in _collect(places) if run.finished]
     arms = list(dict.fromkeys(run.arm for run in finished))
@@ -108,7 +106,7 @@ def _collect(folders: Sequence[Path]) -> list[RunSummary]:
     Raises ConfigError if none is finished, FileNotFoundError if there is none.
     """
     if not folders:
-        raise ConfigError("compare.py needs the folder of an experiment. Use python compare.py logs/ablate_residual")
+        raise ConfigError("compare.py needs the folder of an experiment, as python compare.py logs/ablate_residual")
     all_runs = _named(folders)
     if not any(run.finished for run in all_runs):
         where = " or ".join(map(path_text, folders))
@@ -323,9 +321,7 @@ def _points(runs: Sequence[RunSummary], x: str, y: str) -> tuple[list[float], li
 def _existing_runs(folder: Path) -> list[RunSummary]:
     """Return the runs of one experiment, arms in its own order. Raises FileNotFoundError if there is none."""
     if not folder.is_dir():
-        raise FileNotFoundError(
-            f"{path_text(folder)} is not allowed because there is no such folder. Use an experiment's, logs/<name>"
-        )
+        raise FileNotFoundError(f"folder must be that of an experiment, logs/<name>, got {path_text(folder)}")
     runs = read_runs(folder)
     if not runs:
         below = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir() and read_runs(path)))

@@ -47,18 +47,12 @@ def read_arms(arms: Any) -> dict[str, list[str]]:
     """Return the arms of a configuration. An arm that is null is left out: so an experiment drops an arm of the
     experiment that it builds on. Raises ConfigError."""
     if not isinstance(arms, Mapping) or not arms:
-        raise ConfigError(
-            f"arms={arms!r} is not allowed because it has to map names to overrides. Use "
-            "{plain: [model/residual=plain]}"
-        )
+        raise ConfigError(f"arms must map names to overrides, as {{plain: [model/residual=plain]}}, got {arms!r}")
     arms = {name: overrides for name, overrides in arms.items() if overrides is not None}
     for name, overrides in arms.items():
         _check_name("arms", str(name))
         if not isinstance(overrides, list) or not all(isinstance(line, str) for line in overrides):
-            raise ConfigError(
-                f"arms.{name}={overrides!r} is not allowed because an arm has to be a list of overrides. Use "
-                "[model=baseline]"
-            )
+            raise ConfigError(f"arms.{name} must be a list of overrides, as [model=baseline], got {overrides!r}")
         check_overrides(f"arms.{name}", overrides, NOT_FOR_ARMS)
     return {str(name): list(overrides) for name, overrides in arms.items()}
 
@@ -66,34 +60,20 @@ def read_arms(arms: Any) -> dict[str, list[str]]:
 def parse_runs(runs: Any) -> list[Entry]:
     """Return the runs of a configuration, in its order. Raises ConfigError."""
     if not isinstance(runs, Mapping) or not runs:
-        raise ConfigError(
-            f"runs={runs!r} is not allowed because it has to map names to overrides. Use "
-            "{train: null, extend: {after: train, data.context: 1024}}"
-        )
+        raise ConfigError(f"runs must map names to overrides, as {{train: {{trainer.max_steps: 9}}}}, got {runs!r}")
     entries: dict[str, Entry] = {}
     for name, value in runs.items():
         entry = _parse_entry(str(name), value)
         before = entries.get(entry.after) if entry.after is not None else None
         if entry.after is not None and before is None:
-            raise ConfigError(
-                f"runs.{name}.after={entry.after} is not allowed because no run of that name stands before it "
-                f"({', '.join(entries)}). Use runs.{entry.after}=PATH for the weights of a checkpoint"
-            )
+            raise ConfigError(f"runs.{name}.after must be a run before it ({', '.join(entries)}), got {entry.after}")
         if before and before.measures:
-            raise ConfigError(
-                f"runs.{name}.after={entry.after} is not allowed because that run measures and leaves no weights. Use "
-                "a run that trains"
-            )
+            raise ConfigError(f"runs.{name}.after must be a run that trains, got {entry.after}, which measures")
         if entry.measures and entry.after is None:
-            raise ConfigError(
-                f"runs.{name}.evaluate is not allowed because no run to measure is named. Use after: <run> beside it"
-            )
+            raise ConfigError(f"runs.{name}.evaluate needs runs.{name}.after, the run to measure")
         entries[entry.name] = entry
     if all(entry.checkpoint for entry in entries.values()):
-        raise ConfigError(
-            f"runs={{{', '.join(entries)}}} is not allowed because these are checkpoints. Use a run that trains or "
-            "measures, too"
-        )
+        raise ConfigError(f"runs must have one that trains or measures, got the checkpoints {', '.join(entries)}")
     return list(entries.values())
 
 
@@ -102,10 +82,7 @@ def _parse_entry(name: str, value: Any) -> Entry:
     if isinstance(value, str):
         return Entry(name, checkpoint=value)
     if not isinstance(value, Mapping | None):
-        raise ConfigError(
-            f"runs.{name}={value!r} is not allowed because a run has to map keys to values, or to be the path of a "
-            "checkpoint. Use {trainer.max_steps: 100}"
-        )
+        raise ConfigError(f"runs.{name} must map keys to values, or be the path of a checkpoint, got {value!r}")
     keys = dict(value or {})
     after = keys.pop(AFTER, None)
     after = after if after is None else str(after)
@@ -114,22 +91,14 @@ def _parse_entry(name: str, value: Any) -> Entry:
         check_overrides(f"runs.{name}", lines, NOT_FOR_RUNS)
         return Entry(name, after, tuple(lines))
     if len(keys) > 1:
-        raise ConfigError(
-            f"runs.{name}.evaluate is not allowed because the run has other keys. Use one run that trains and another "
-            "that evaluates it"
-        )
+        raise ConfigError(f"runs.{name}.evaluate must be the only key beside after, got {', '.join(keys)}")
     arguments = keys[EVALUATE] or {}
     if not isinstance(arguments, Mapping):
-        raise ConfigError(
-            f"runs.{name}.evaluate={arguments!r} is not allowed because it has to map arguments of evaluate.py to "
-            "values. Use {sequences: 100}"
-        )
+        raise ConfigError(f"runs.{name}.evaluate must map arguments of evaluate.py to values, got {arguments!r}")
     lines = commands.words(flat_entries(f"runs.{name}.evaluate", arguments))
     for word in commands.choose(lines)[1]:
         if word.partition("=")[0] in RESERVED:
-            raise ConfigError(
-                f"runs.{name}.evaluate: {word} is not allowed because the experiment sets it. Leave it out"
-            )
+            raise ConfigError(f"runs.{name}.evaluate must leave {' and '.join(RESERVED)} out, got {word}")
     with naming(f"runs.{name}.evaluate"):  # an argument that evaluate.py refuses is refused before anything is trained
         commands.parse(lines)
     return Entry(name, after, tuple(lines), measures=True)
@@ -142,14 +111,14 @@ def flat_entries(where: str, entries: Mapping[str, Any]) -> dict[str, Any]:
     """
     empty = [key for key, value in entries.items() if isinstance(value, Mapping) and not flat(value)]
     if empty:
-        raise ConfigError(f"{where}.{empty[0]} is not allowed because it has no value. Use one, or leave it out")
+        raise ConfigError(f"{where}.{empty[0]} must have a value, got {entries[empty[0]]}")
     return flat(entries) | flat({key: value for key, value in entries.items() if "." not in key})
 
 
 def _line(run: str, name: str, value: Any) -> str:
     """Return a key of a run as an override; a group has a slash in front, so that values below it can be given too."""
     if isinstance(value, str) and is_group(name):
-        raise ConfigError(f"runs.{run}.{name}={value} is not allowed because {name} is a group. Use /{name}: {value}")
+        raise ConfigError(f"runs.{run}.{name} must be written /{name}: {value}, got a key without the slash of a group")
     return f"{name.removeprefix('/')}={quoted(value)}"
 
 
@@ -172,9 +141,7 @@ def read_seeds(seeds: Any) -> list[int]:
     if isinstance(seeds, int) and not isinstance(seeds, bool) and seeds > 0:
         return list(range(seeds))
     if not isinstance(seeds, list) or not seeds or any(type(seed) is not int or seed < 0 for seed in seeds):
-        raise ConfigError(
-            f"seeds={seeds!r} is not allowed because it has to be a list or a number of seeds. Use [0,1,2] or seeds=3"
-        )
+        raise ConfigError(f"seeds must be [0,1,2], or 3 for the first three, got {seeds!r}")
     return list(dict.fromkeys(seeds))
 
 
@@ -183,19 +150,13 @@ def read_columns(table: Any) -> list[str]:
     if table is None:
         return list(COLUMNS)
     if not isinstance(table, list) or not table or not all(isinstance(column, str) for column in table):
-        raise ConfigError(
-            f"table={table!r} is not allowed because it has to be a list of keys of summary.json. Use "
-            "table=[bits_per_byte]"
-        )
+        raise ConfigError(f"table must be a list of keys of summary.json, as [bits_per_byte], got {table!r}")
     return table
 
 
 def _check_name(where: str, name: str) -> None:
     if not NAME.fullmatch(name) or name in WORDS:
-        raise ConfigError(
-            f"{where}: the name '{name}' is not allowed because a name begins with a letter and has no spaces or "
-            "slashes. Use another one"
-        )
+        raise ConfigError(f"{where}: a name must begin with a letter and have no spaces or slashes, got '{name}'")
 
 
 def check_overrides(where: str, lines: Iterable[str], reserved: Set[str]) -> None:
@@ -204,11 +165,9 @@ def check_overrides(where: str, lines: Iterable[str], reserved: Set[str]) -> Non
         try:
             sets = key_of(line)
         except HydraException as error:
-            raise ConfigError(
-                f"{where}: {line} is not allowed because Hydra cannot read it. Use key=value or group=option"
-            ) from error
+            raise ConfigError(f"{where} must have overrides as key=value or group=option, got {line}") from error
         if sets in reserved:
-            raise ConfigError(f"{where}: {line} is not allowed because the experiment sets {sets}. Leave it out")
+            raise ConfigError(f"{where} must leave out {sets}, which the experiment sets, got {line}")
 
 
 @contextlib.contextmanager

@@ -96,10 +96,7 @@ def publish(folder: Path, into: Path, metrics: Sequence[str]) -> str:
         header, written = read(path)
         if missing := [name for name in columns if name not in (*header, *FACTS)]:  # an older file has fewer facts
             known = ",".join(name for name in header if name not in FACTS)
-            raise ConfigError(
-                f"publish={into} is not allowed because {path.name} has no column {missing[0]}. "
-                f"Use columns={known}, or another name= for the experiment."
-            )
+            raise ConfigError(f"columns must be those of {path.name}, {known}, got {missing[0]}")
         columns = header
     places = [file.parent for file in sorted(folder.rglob("summary.json"))]
     rows = {place: row(place, columns) for place in places if re.fullmatch(r"seed-?\d+", place.name)}  # others: parts
@@ -354,10 +351,8 @@ def _parsed(words: str, folder: Path) -> tuple[str, Table, dict[str, str]]:
     known = runs(path, options.get("split", "validation")) if path.is_file() else []
     without, seeds = options.get("without", "").split(","), {str(run.seed) for run in known}
     if known and "without" in options and not seeds.issuperset(without):
-        raise ConfigError(
-            f"without={options['without']} is not allowed because {path.name} has no run with this seed. Use some of "
-            f"{', '.join(sorted(seeds, key=int))}"
-        )
+        known_seeds = ", ".join(sorted(seeds, key=int))
+        raise ConfigError(f"without must be seeds of {path.name}, {known_seeds}, got {options['without']}")
     trained = [run for run in known if str(run.seed) not in without]
     for run in trained:
         for change in filter(None, map(CHANGE.fullmatch, columns)):

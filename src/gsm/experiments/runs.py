@@ -189,11 +189,11 @@ class Experiment:
     def __init__(self, config: Mapping[str, Any], given: Sequence[str] = (), script: Sequence[str] = ()) -> None:
         keys = {key_of(line) for line in given}
         if "folder" in keys:
-            raise ConfigError("folder= is not allowed because an experiment has several runs. Use logs= or name=")
-        if {"seed", "seeds"} <= keys:
             raise ConfigError(
-                f"seed={config['seed']} is not allowed because seeds={config['seeds']} is there, too. Use one of them"
+                "folder must be left out, as an experiment has several runs: logs= or name= choose their place"
             )
+        if {"seed", "seeds"} <= keys:
+            raise ConfigError(f"seed or seeds must be left out, got seed={config['seed']} and seeds={config['seeds']}")
         self.config, self.given, self.script = config, given, script
         self.arms = read_arms(config["arms"]) if config["arms"] is not None else {str(config["arm"]): []}
         self.chosen = read_chosen(config["arm"], self.arms) if "arm" in keys else list(self.arms)

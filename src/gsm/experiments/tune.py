@@ -280,15 +280,11 @@ class Search:
         config = self.experiment.trial(self.arm, self.experiment.seeds[0]).config
         if "held_out" not in config["data"]:
             raise ConfigError(
-                f"arm {self.arm}: tune is not allowed because {config['data'].get('_target_')} has no data.held_out, "
-                "so that no part of the training data decides. Use other data, or tune=null"
+                f"arm {self.arm}: tune must be null, as {config['data'].get('_target_')} has no data.held_out"
             )
         start = config.get("start_from")
         if start and not checkpoint_file(start).is_file():
-            raise ConfigError(
-                f"arm {self.arm}: start_from={start} is not allowed because tuning finds no checkpoint there. Use "
-                "arm=... to train it first"
-            )
+            raise ConfigError(f"arm {self.arm}: start_from must be trained before tuning, with arm=..., got {start}")
         if not self.grid():
             for values in ends(self.space):
                 self._attempts(values)
@@ -333,10 +329,7 @@ def _cost(place: Path, by: Mapping[str, str]) -> float:
         value = summary.number(column)
         if value is not None:
             return math.inf if not math.isfinite(value) else -value if way == "highest" else value
-    raise ConfigError(
-        f"tune.by={' or '.join(by)} is not allowed because {place}/summary.json has no such number. Use a number that "
-        "it has"
-    )
+    raise ConfigError(f"tune.by must be a number of {place}/summary.json, got {' or '.join(by)}")
 
 
 def next_or_best(tuner: Grid | Study, cost: Callable[[Values], float | None]) -> tuple[list[Values], Choice | None]:
@@ -476,7 +469,7 @@ def read_tune(tune: Any, columns: Sequence[str], runs: Any = None) -> Tune:
     if tune is None:
         return Tune({}, {}, [])
     if not isinstance(tune, Mapping):
-        raise ConfigError(f"tune={tune!r} is not allowed because it maps keys to values to try. Use {EXAMPLE}")
+        raise ConfigError(f"tune must map keys to values to try, as {EXAMPLE}, got {tune!r}")
     entries = dict(tune)
     tuner, by, seeds, until = (entries.pop(key, usual) for key, usual in OPTIONS.items())
     if tuner not in (GRID, OPTUNA):
@@ -486,7 +479,7 @@ def read_tune(tune: Any, columns: Sequence[str], runs: Any = None) -> Tune:
     numbers = {key: entries.pop(key, usual) for key, usual in FOR_OPTUNA.items()} if tuner == OPTUNA else {}
     for key, number in numbers.items():
         if type(number) is not int or not 1 <= number <= 10_000:
-            raise ConfigError(f"tune.{key}={number!r} is not allowed because it counts attempts. Use 1 to 10000")
+            raise ConfigError(f"tune.{key} must be 1 to 10000, got {number!r}")
     trained = [entry.name for entry in parse_runs(runs) if entry.trains] if runs is not None else []
     if until is not None and until not in trained:
         raise unknown("run", str(until), trained, "the runs that train")
@@ -503,18 +496,15 @@ def _read_space(entries: Mapping[str, Any], tuner: str) -> dict[str, Any]:
         else:
             space[key] = values
     if not space:
-        raise ConfigError(f"tune={dict(entries)} is not allowed because it has no key to try values of. Use {EXAMPLE}")
+        raise ConfigError(f"tune must have a key to try values of, as {EXAMPLE}, got {dict(entries)}")
     for key, values in space.items():
         if isinstance(values, dict):
             space[key] = _read_range(key, values)
         elif not isinstance(values, list) or not values or len({repr(one) for one in values}) < len(values):
-            ranged = f"a range {RANGE}" if tuner == OPTUNA else "tune.tuner=optuna for a range"
-            raise ConfigError(
-                f"tune.{key}={values!r} is not allowed because a list of different values is tried. Use {EXAMPLE}, "
-                f"or {ranged}"
-            )
+            ranged = f"a range {RANGE}" if tuner == OPTUNA else "a range with tune.tuner=optuna"
+            raise ConfigError(f"tune.{key} must be a list of different values, or {ranged}, got {values!r}")
         elif any(isinstance(one, Mapping) for one in values):
-            raise ConfigError(f"tune.{key} has a mapping among its values. Use the keys in it, one by one")
+            raise ConfigError(f"tune.{key} must have values without keys of their own, got {values!r}")
     check_overrides("tune", lines(ends(space)[0]), NOT_FOR_TUNING)
     return space
 
@@ -533,7 +523,7 @@ def _read_range(key: str, entries: Mapping[str, Any]) -> Any:
         kind = IntDistribution if all(isinstance(number, int) for number in numbers) else FloatDistribution
         return kind(*numbers, log=log)
     except ValueError as error:
-        raise ConfigError(f"tune.{key}={dict(entries)} is not allowed because {error}. Use {RANGE}") from error
+        raise ConfigError(f"tune.{key} must be a range, as {RANGE}, got {dict(entries)}: {error}") from error
 
 
 def _read_by(by: Any, columns: Sequence[str]) -> dict[str, str]:
@@ -542,18 +532,11 @@ def _read_by(by: Any, columns: Sequence[str]) -> dict[str, str]:
         candidates = [column for column in columns if "/" not in column] if by is None else [by]
         ways = {column: BETTER[word] for column in candidates if (word := column.rpartition(".")[2]) in BETTER}
         if not ways:
-            raise ConfigError(
-                f"tune.by={by or 'null'} is not allowed because no better direction is known of "
-                f"{', '.join(candidates)}. Use tune.by={{accuracy: highest}}"
-            )
+            raise ConfigError(f"tune.by must say what is better, as {{accuracy: highest}}, got {', '.join(candidates)}")
         return ways
     if not isinstance(by, Mapping) or len(by) != 1 or set(by.values()) - {"lowest", "highest"}:
-        raise ConfigError(
-            f"tune.by={by!r} is not allowed because it maps a key of summary.json to its way. Use {{accuracy: highest}}"
-        )
+        raise ConfigError(f"tune.by must map a key of summary.json, as {{accuracy: highest}}, got {by!r}")
     ((column, way),) = by.items()
     if "/" in column:
-        raise ConfigError(
-            f"tune.by={column} is not allowed because evaluations measure it on reported data. Use a number of training"
-        )
+        raise ConfigError(f"tune.by must be a number of training, got {column}, which is measured on reported data")
     return {str(column): way}
