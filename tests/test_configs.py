@@ -95,7 +95,7 @@ def test_a_run_has_its_place():
 
 
 GROUPS_OF_A_RUN = ("optimizer", "model", "data", "trainer", "size")
-PLACES = ("../../x", "..", ".", ".replaced", "null", "''", "' '", "a/b", "/x", "'a\u202eb'", "x" * 300, "[a,b]")
+PLACES = ("../../x", "..", ".", ".replaced", "null", "''", "' '", "a/b", "/x", "[a,b]")
 REFUSED = {  # words of a command line, and parts of the one sentence that refuses them
     "model.indexer_wait=1": ["unknown key 'model.indexer_wait'", "did you mean indexer_weight", "state_size"],
     "+model.indexer_wait=1": ["unknown key 'model.indexer_wait'", "did you mean indexer_weight", "state_size"],
@@ -137,7 +137,6 @@ REFUSED = {  # words of a command line, and parts of the one sentence that refus
     "seed=x": ["seed is 'x' (str), but takes int"],
     "jobs=x": ["jobs is 'x' (str), but takes int"],
     "compile=1": ["compile is 1 (int), but takes bool"],
-    "size.vocabulary=9223372036854775808": ["is not allowed because it has more than 62 bits"],
     "data=folder": ["data.path has no value", "data.path=..."],
     **{
         f"{group}=null": [f"{group}=null is not allowed because {group} has no such variant"]
@@ -154,10 +153,10 @@ REFUSED = {  # words of a command line, and parts of the one sentence that refus
     },
     **{f"model/{part}=null": [f"model/{part}=null is not"] for part in ("writer", "residual", "feed_forward")},
     **{f"~{key}": [f"{key} has no value, but gsm.", " needs one"] for key in ("model.geometry", "data.context")},
-    **{f"name={value}": ["name is "] for value in PLACES},
-    **{f"arm={value}": ["arm is "] for value in PLACES[:2]},
-    **{f"logs={value}": ["logs is "] for value in ("''", "null", "/", "3", "[a]")},
-    "folder=/": ["folder is "],
+    **{f"name={value}": ["name must be "] for value in PLACES},
+    **{f"arm={value}": ["arm must be "] for value in PLACES[:2]},
+    **{f"logs={value}": ["logs must be "] for value in ("''", "null", "/", "3", "[a]")},
+    "folder=/": ["folder must be "],
 }
 
 

@@ -25,7 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gsm import paths, terminal
-from gsm.config.check import ConfigError, check_readable, unknown
+from gsm.config.check import ConfigError, unknown
 from gsm.config.compose import SEARCH, explain, from_job, register_resolvers, searchpath_word
 from gsm.config.handed import COMPOSED
 from gsm.config.options import mapping
@@ -78,8 +78,6 @@ def prepare(script: str = "train", part: str | None = None) -> None:
                 f"{strange[0]} is not allowed because it is no flag, or stands behind one. Use values without dashes, "
                 "such as seed=1, and put flags, such as -m, last; see --help."
             )
-        for word in parsed.overrides:
-            check_readable(word)
         directories = paths.config_folders()[1:]
     words: list[str] = parsed.overrides
     if part:
@@ -217,7 +215,6 @@ def read_arguments(
     taken = {name: parameter for name, parameter in taken.items() if name not in without}
     values: dict[str, Any] = {}
     for argument in words:
-        check_readable(argument)
         name, equals, text = argument.partition("=")
         if not equals:
             raise ConfigError(f"cannot read '{argument}': arguments look like name=value, for example seed=1")

@@ -26,7 +26,7 @@ from yaml import YAMLError
 
 from gsm import paths
 from gsm.config import naming
-from gsm.config.check import NAMED_PARTS, PLACES, ConfigError, check, check_place, check_readable, unknown
+from gsm.config.check import NAMED_PARTS, PLACES, ConfigError, check, check_place, unknown
 from gsm.config.options import groups_of, listing, reference, unreadable
 from gsm.config.trust import vetted
 from gsm.models.schedule import local_reach
@@ -375,8 +375,6 @@ def _resolve(config: DictConfig) -> dict[str, Any]:
 def parse(overrides: Iterable[str]) -> list[Override]:
     """Return overrides without those of Hydra itself. Raises ConfigError for a word that is none."""
     words = list(overrides)
-    for word in words:
-        check_readable(word)
     try:
         parsed = OverridesParser.create().parse_overrides(words)
     except HydraException as error:

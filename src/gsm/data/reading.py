@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 PACKED = ("", ".gz", ".xz", ".zst")
 SUFFIXES = (*(text + pack for text in (".py", ".txt", ".md", ".jsonl") for pack in PACKED), ".parquet")
 ROWS = 256  # rows of parquet in memory; fewer where rows are long
-LONGEST_LINE = 1 << 25  # bytes of a line of JSON, unpacked: a line is read as a whole
 WHOLE = 1 << 24  # characters of a piece: a longer document is cut
 ILLEGIBLE, ODD = 0.3, 0.001  # shares of NUL and U+FFFD among the characters: refused; named in a warning
 MARKS = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
@@ -64,8 +63,8 @@ def read_pieces(path: Path, field: str = "text") -> Iterator[Piece]:
         field: the field of a JSON line, or the column of parquet, that holds the text.
 
     Raises:
-        Damaged: the file is cut short, cannot be unpacked, or is hardly text; a line is not JSON or too long; `field`
-            is missing or holds no text.
+        Damaged: the file is cut short, cannot be unpacked, or is hardly text; a line is not JSON; `field` is missing or
+            holds no text.
         OSError: the file cannot be opened.
         ModuleNotFoundError: the package that reads such a file is not installed.
     """
@@ -207,11 +206,8 @@ def _without_mark(path: Path, raw: bytes) -> bytes:
 
 
 def _json_lines(path: Path, file: IO[bytes], field: str) -> Iterator[Piece]:
-    for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), start=1):
-        where = f"{path}, line {number},"
-        if len(line) > LONGEST_LINE:
-            raise Damaged(f"{where} has more than {LONGEST_LINE:,} bytes; cut it into several documents")
-        line = _without_mark(path, line)
+    for number, raw in enumerate(file, start=1):
+        where, line = f"{path}, line {number},", _without_mark(path, raw)
         if not line.strip():
             continue
         try:
