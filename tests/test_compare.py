@@ -195,7 +195,7 @@ def test_runs_of_an_arm_with_other_settings_have_a_line_of_their_own(experiment:
     contents = {"arms": dict.fromkeys(ACCURACY, []), "table": ["accuracy"], "tuned": tuned}
     (experiment / "experiment.json").write_text(json.dumps(contents))
     table = compare(str(experiment))
-    odd = f"paper ({f'{part}.' if part else ''}optimizer.learning_rate=0.05)"
+    odd = f"paper ({f'{part}: ' if part else ''}optimizer.learning_rate=0.05)"
     assert [(row.arm, row.runs) for row in table.rows] == [("paper", 2), (odd, 1), ("control", 3)]
     assert table.tuned["paper"] and (part or not table.tuned[odd]), "it was set by hand"
     for name in ("comparison.md", "comparison.html", "comparison.csv"):

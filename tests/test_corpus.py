@@ -275,8 +275,7 @@ def test_a_clone_that_cannot_be_written_to_caches_with_the_user(
 
 def test_ids_take_two_bytes_while_they_fit(tmp_path: Path) -> None:
     class Large:
-        vocabulary, end_of_text, token_lengths_V = 70_000, 69_999, np.ones(70_000, np.int64)
-        kind = "bpe"
+        kind, vocabulary, end_of_text, token_lengths_V = "bpe", 70_000, 69_999, np.ones(70_000, np.int64)
         encode_batch = staticmethod(lambda texts: [[69_000] for _ in texts])
         parts = staticmethod(lambda text: [text])
 
@@ -285,17 +284,3 @@ def test_ids_take_two_bytes_while_they_fit(tmp_path: Path) -> None:
     index = write_ids(tmp_path, pieces, Large())  # type: ignore[arg-type]
     assert index == {"tokens": 4, "bytes": 4, "spelled": 4, "lost": 0, "dtype": "uint32"}
     assert open_ids(tmp_path, 4, "uint32").tolist() == [69_000, 69_999] * 2
-
-
-@pytest.mark.parametrize("held_out", [None, "*fe*"])
-def test_a_file_whose_name_is_not_utf8_is_named(held_out: str | None, tmp_path: Path) -> None:
-    tiny_text.write(tmp_path)
-    try:
-        Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff_fe.txt")).write_text("some text of its own")
-    except OSError:
-        pytest.skip("this file system takes no such name")
-    with pytest.raises(
-        ValueError, match=r"^the name of '.*\\udcff_fe\.txt' is not UTF-8; give it another one, or leave it"
-    ):
-        _ = Corpus(tmp_path, validation=held_out).digest
-    assert Corpus(tmp_path, files="module_*").digest

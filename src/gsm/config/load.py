@@ -385,10 +385,10 @@ def refusals(place: str, values: Mapping[str, Any] | None = None) -> Iterator[No
 
 
 def _with_path(sentence: str, place: str, values: Mapping[str, Any]) -> str:
-    """Return a constructor's `key=value is not allowed ...` with the path of the first such key and value."""
-    named = re.match(r"(\w+)=(\S+) is not allowed because", sentence)
+    """Return a constructor's `key must be ..., got value` with the path of the first such key and value."""
+    named = re.match(r"(\w+)(?:=(\S+) is not allowed because| must .*, got (\S+))", sentence)
     for path, value in flat(values).items() if named else ():
-        if named and path.rpartition(".")[2] == named[1] and str(value) == named[2]:
+        if named and path.rpartition(".")[2] == named[1] and str(value) == (named[2] or named[3]):
             return path + sentence.removeprefix(named[1])
     return f"{place}: {sentence}"
 

@@ -101,10 +101,7 @@ class Corpus:
                 f"path={root} is not allowed because there is no such folder or file. Use a folder with text files."
             )
         if not 0 < validation_share < 1:
-            raise ValueError(
-                f"validation_share={validation_share} is not allowed because it is a share. Use a number between 0 and "
-                "1, such as 0.05."
-            )
+            raise ValueError(f"validation_share must be in (0, 1), got {validation_share}")
 
     def documents(self, split: str) -> Iterator[str]:
         """Yield the texts of one split ("train" or "validation"), in the order of their files' names."""
@@ -191,18 +188,11 @@ class Corpus:
         return repr(str(self.root))
 
     def _require_readable(self, name: str) -> None:
-        """Raise ValueError for a file that is not text, or with a name that is not UTF-8: no log could hold it."""
-        path = str(self._path(name))
-        try:
-            path.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"the name of {path!a} is not UTF-8; give it another one, or leave it out with data.files"
-            ) from error
+        """Raise ValueError for a file that is not text."""
         if not is_text(name):
             raise ValueError(
-                f"{path} has none of the endings of text ({_endings(SUFFIXES)}); convert it to one of them, or "
-                "rename it if it is plain text"
+                f"{self._path(name)} has none of the endings of text ({_endings(SUFFIXES)}); convert it to one of "
+                "them, or rename it if it is plain text"
             )
 
     # All files
@@ -331,9 +321,9 @@ class Corpus:
         """The hash below which documents are held out."""
         hashes = sorted({value for value, _ in islice(self._hashed(), LOOKED_AT)})
         if len(hashes) < 2:
+            path = self._path(self.files["train"][0])
             raise ValueError(
-                f"path={self._path(self.files['train'][0])} is not allowed because it holds fewer than 2 different "
-                "documents, and one has to be held out. Use data.validation for a file to hold out, or more text."
+                f"path must have 2 different documents, one to hold out, or set data.validation, got {path}"
             )
         threshold = self.validation_share if hashes[0] < self.validation_share else hashes[1]
         return min(threshold, hashes[-1])
@@ -368,10 +358,7 @@ class Corpus:
                     return least
                 break
             place += len(text)
-        raise ValueError(
-            f"path={self._path(name)} is not allowed because it has {total} characters, too few to hold some out. Use "
-            "more text."
-        )
+        raise ValueError(f"path must have text to hold out, got {total} characters in {self._path(name)}")
 
 
 def standard_library(root: str | os.PathLike[str] | None = None) -> Corpus:

@@ -91,16 +91,12 @@ class TextData(DataModule):
         within(context + 1, max_tokens=max_tokens, max_validation_tokens=max_validation_tokens)
         self._chosen = chosen_tokenizer(tokenizer, end_of_text, vocabulary)
         if documents not in DOCUMENTS:
-            raise ValueError(
-                f"documents={documents} is not allowed because it is unknown. Use {' or '.join(DOCUMENTS)}."
-            )
+            raise ValueError(f"documents must be {' or '.join(DOCUMENTS)}, got {documents}")
         self.documents, self.held_out = documents, check_held_out(held_out)
         choices = {"files": files, "validation": validation, "text_field": text_field}
         chosen = {name: value for name, value in choices.items() if value is not None}
         if corpus and (chosen or path is not None):
-            raise ValueError(
-                f"path={path} (or {', '.join(choices)}) is not allowed because there is a corpus, too. Use one of them."
-            )
+            raise ValueError(f"path, {', '.join(choices)} must be left out with a corpus, got {path}, {chosen}")
         self.corpus = corpus or _corpus(path, chosen)
         if self.corpus.notes is None:
             self.corpus.notes = cache_folder(cache_dir)
@@ -213,10 +209,8 @@ class TextData(DataModule):
         """
         free = indices_outside(self._open(split, self.context), self._open(split, length), windows)
         if not len(free):
-            raise ValueError(
-                f"outside={windows},{length} is not allowed because no sequence of {self.context} tokens remains in "
-                f"the {split} split of {self.split(split).tokens:,} tokens. Use fewer windows, or more text."
-            )
+            size = f"of {self.split(split).tokens:,} tokens"
+            raise ValueError(f"outside must leave a sequence of the {split} split {size}, got {windows},{length}")
         return free[validation_indices(len(free), most)]
 
     def headline(self) -> dict[str, str]:
@@ -272,9 +266,7 @@ class TextData(DataModule):
 
 def _corpus(path: str | None, chosen: dict[str, Any]) -> Corpus:
     if path is None and chosen:
-        raise ValueError(
-            f"{', '.join(chosen)} is not allowed because there is no path. Use data=folder data.path=, or leave it out."
-        )
+        raise ValueError(f"{', '.join(chosen)} must be left out without a path (data=folder data.path=...)")
     return standard_library() if path is None else Corpus(path, **chosen)
 
 
@@ -282,8 +274,7 @@ def chosen_tokenizer(tokenizer: str | Tokenizer, end_of_text: str | None, vocabu
     """Return the tokenizer, or None if it has to be trained first."""
     if end_of_text is not None and tokenizer in ("bpe", "bytes"):
         raise ValueError(
-            f"end_of_text={end_of_text} is not allowed because tokenizer={tokenizer} has its own. Leave it out, or use "
-            "a tokenizer.json."
+            f"end_of_text must be left out with tokenizer={tokenizer}, which has its own, got {end_of_text}"
         )
     if isinstance(tokenizer, str):
         if tokenizer in ("bpe", "bytes"):

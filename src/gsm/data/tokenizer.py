@@ -167,8 +167,7 @@ class Tokenizer:
         """Raise ValueError for a model with fewer ids than this tokenizer."""
         if self.vocabulary > vocabulary:
             raise ValueError(
-                f"size.vocabulary={vocabulary} is not allowed because the tokenizer has {self.vocabulary} ids. Use "
-                f"{self.vocabulary} or more, or a smaller tokenizer."
+                f"size.vocabulary must be at least {self.vocabulary}, the tokenizer's ids, got {vocabulary}"
             )
 
     @cached_property
@@ -197,18 +196,13 @@ class StreamDecoder:
 def require_kind(kind: str | None) -> None:
     """Raise ValueError for a `kind` that is not one of `KINDS`."""
     if kind not in KINDS:
-        raise ValueError(
-            f"tokenizer={kind} is not allowed because it is unknown. Use bpe, bytes or the path of a tokenizer.json."
-        )
+        raise ValueError(f"tokenizer must be bpe, bytes or the path of a tokenizer.json, got {kind}")
 
 
 def require_vocabulary(kind: str, vocabulary: int) -> None:
     """Raise ValueError if no tokenizer of this kind fits into `vocabulary` ids."""
     if vocabulary < SMALLEST:
-        raise ValueError(
-            f"size.vocabulary={vocabulary} is not allowed because tokenizer={kind} has 256 bytes and the end of text. "
-            f"Use {SMALLEST} or more."
-        )
+        raise ValueError(f"size.vocabulary must be at least {SMALLEST} with tokenizer={kind}, got {vocabulary}")
 
 
 def _parts(text: str, border: re.Pattern[str] = BORDER) -> Iterator[str]:

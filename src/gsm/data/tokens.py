@@ -45,8 +45,8 @@ class Split:
         tokens: number of ids, ends of text included.
         bytes: length of the text in UTF-8.
         spelled: bytes that the ids stand for. It differs from `bytes` where a tokenizer changes the text.
-        lost: bytes of the text that the ids do not spell.
         dtype: of the ids.
+        lost: bytes of the text that the ids do not spell.
     """
 
     name: str
@@ -54,8 +54,8 @@ class Split:
     tokens: int
     bytes: int
     spelled: int
-    lost: int
     dtype: str
+    lost: int = 0
 
     def open(self) -> np.ndarray:
         """Return the ids [N], mapped from the file and not read."""

@@ -80,9 +80,7 @@ def divide(whole: Split, tokenizer: Tokenizer, most: int | None = None) -> dict[
     """
     held_out_tokens = int(SHARE * whole.tokens) if most is None else min(most, int(SHARE * whole.tokens))
     if held_out_tokens < 1:
-        raise ValueError(
-            f"held_out=tuning is not allowed because the training split has only {whole.tokens} tokens. Use more text."
-        )
+        raise ValueError(f"held_out=tuning needs more text, got a training split of {whole.tokens} tokens")
     ids, count = whole.open(), min(RANGES, max(1, held_out_tokens // LEAST))
     size = held_out_tokens // count
 

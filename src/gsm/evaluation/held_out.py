@@ -88,17 +88,13 @@ class HeldOut(Measure):
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
-            raise ConfigError(f"split={self.split} is not allowed because it is unknown. Use {' or '.join(SPLITS)}.")
+            raise ConfigError(f"split must be {' or '.join(SPLITS)}, got {self.split}")
         within(2, context=self.context or None)
         within(1, sequences=self.sequences or None, batch_size=self.batch_size or None)
         if self.documents:
             read_documents([self.documents])
         if self.outside and (len(self.outside) != 2 or self.outside[0] < 1 or self.outside[1] < 2):
-            numbers = ",".join(map(str, self.outside))
-            raise ConfigError(
-                f"outside={numbers} is not allowed because it has to be two numbers. Use the number of windows and "
-                "their length, such as outside=16,65536."
-            )
+            raise ConfigError(f"outside must be windows and their length, as 16,65536, got {list(self.outside)}")
 
     def of(self, trained: Trained, file: Path) -> dict[str, Any]:
         """Return its losses, and print them at once."""
@@ -206,15 +202,12 @@ def open_data(
     options = {"documents": documents, "context": context, "batch_size": batch_size, "validation_sequences": sequences}
     for name, value in options.items():
         if value and name not in node:
-            raise ConfigError(f"{name}={value} is not allowed because {node['_target_']} has no {name}. Leave it out.")
+            raise ConfigError(f"{name} must be left out, as {node['_target_']} has none, got {value}")
         if value or name in node and name in trained_on:
             node[name] = value or trained_on[name]
     if "tokenizer" in node:
         if not saved.get("tokenizer"):
-            raise ConfigError(
-                "data= and path= are not allowed because the checkpoint holds no tokenizer, so its model cannot read "
-                "text. Leave them out."
-            )
+            raise ConfigError("data and path must be left out, as the checkpoint holds no tokenizer to read text with")
     with as_in_file():
         made = instantiate_data(node, tokenizer_of(saved, "the checkpoint") if saved.get("tokenizer") else None)
     with refusals("data"):
@@ -255,9 +248,7 @@ def _sequences(
     where a data module of the user's has none."""
     if outside:
         if not isinstance(text, TextData):
-            raise ConfigError(
-                "outside= is not allowed because these data are no text. Leave it out, or use data= or path="
-            )
+            raise ConfigError("outside must be left out, as these data are no text; or use data= or path=")
         windows, length = outside
         with refusals("data"):
             indices = text.outside(windows, length, sequences or text.validation_sequences, split)
@@ -272,7 +263,7 @@ def _sequences(
         rows = [_with_targets(row) for row in text.validation()]
         return lambda: rows, len(rows), indices
     if not hasattr(text, "train_set"):
-        raise ConfigError("split=train is not allowed because these sequences are synthetic. Use split=validation.")
+        raise ConfigError("split must be validation, as these sequences are synthetic, got train")
     indices = validation_indices(len(text.train_set), sequences or text.validation_sequences)
     return lambda: text.train_set.each(indices), len(indices), indices
 
@@ -303,13 +294,10 @@ def _ablated(
 def read_documents(names: Sequence[str]) -> None:
     """Raise ConfigError for an unknown treatment of documents, for none, or for the same twice."""
     if len({*names}) < len(names):
-        raise ConfigError(f"documents={','.join(names)} is not allowed because a name repeats. Use each name once.")
+        raise ConfigError(f"documents must have each name once, got {','.join(names)}")
     for name in names or ("nothing",):
         if name not in DOCUMENTS:
-            raise ConfigError(
-                f"documents={name} is not allowed because it is unknown. Use {' or '.join(DOCUMENTS)}, "
-                "see gsm.data.packing."
-            )
+            raise ConfigError(f"documents must be {' or '.join(DOCUMENTS)}, got {name}")
 
 
 def _title(result: Mapping[str, Any]) -> str:

@@ -20,9 +20,9 @@ from markupsafe import Markup
 from gsm import paths
 from gsm.config.check import ConfigError, flat
 from gsm.config.command_line import own_configs
-from gsm.config.options import opening, saved
+from gsm.config.options import TIME, opening, saved
 from gsm.experiments import SEVERAL
-from gsm.experiments.table import FOOTNOTE, RunSummary, Table, mapping, read_contents, yamls
+from gsm.experiments.table import FOOTNOTE, RunSummary, Table, mapping, read_contents, settings, yamls
 from gsm.files import read_json
 from gsm.tables import Grid
 from gsm.training.callbacks.progress import clock
@@ -32,8 +32,6 @@ TEMPLATE = Path(__file__).with_suffix(".html.jinja")
 PICTURES = (
     "Pictures: lines and bars are means over the seeds, bands and whiskers a standard deviation, dots single seeds."
 )
-OWN = {*SEVERAL, "arm", "seed", "runs", "jobs", "resume", "table", "folder", "logs", "name"}
-LARGEST = 1 << 20  # bytes of a configuration, or of an evaluation's picture: a larger file is not of this project
 
 
 @dataclass(frozen=True)
@@ -204,13 +202,8 @@ def _commands(folder: Path) -> list[str]:
 
 
 def _known(run: RunSummary) -> dict[str, str]:
-    """Return the choices and values of a run's configuration by key; keys of several parts begin with its name."""
-    facts = {group: str(choice) for group, choice in mapping(run.summary.get("choices")).items()}
-    for part, file in yamls(run).items():
-        values = flat(mapping(_saved(file)))
-        settings = {key: value for key, value in values.items() if str(key).partition(".")[0] not in OWN}
-        facts |= {f"{part}: {key}" if part else str(key): _text(value) for key, value in settings.items()}
-    return facts
+    """Return the choices and the values that decide the training of a run, by key."""
+    return {group: str(choice) for group, choice in mapping(run.summary.get("choices")).items()} | settings(run)
 
 
 def _seconds(run: RunSummary) -> float:
@@ -222,18 +215,17 @@ def _seconds(run: RunSummary) -> float:
 def _evaluations(folder: Path, place: Path) -> Iterable[dict[str, Any]]:
     """Yield the tables, notes and pictures of evaluations of several runs together, from the files beside them."""
     for file in sorted(path for path in folder.glob("*.json") if path.is_file()):
-        content = read_json(file) if file.stat().st_size <= 64 * LARGEST else None
+        content = read_json(file)
         grids = (content or {}).get("tables")
         tables = [grid for grid in grids if _is_grid(grid)] if isinstance(grids, list) else []
         if content is None or not tables:
             continue
         picture, notes = file.with_suffix(".png"), content.get("notes")
-        shows = picture.is_file() and picture.stat().st_size <= LARGEST
         yield {
             "name": file.stem,
             "tables": tables,
             "notes": [str(note) for note in notes] if isinstance(notes, list) else [],
-            "picture": base64.b64encode(picture.read_bytes()).decode() if shows else "",
+            "picture": base64.b64encode(picture.read_bytes()).decode() if picture.is_file() else "",
             "file": os.path.relpath(file, place),
             "link": quote(os.path.relpath(file, place)),
         }
@@ -245,11 +237,9 @@ def _is_grid(content: Any) -> bool:
 
 
 def _read(file: Path) -> str:
-    """Return a small text file; empty where it cannot be read."""
+    """Return a text file; empty where it cannot be read."""
     try:
-        with file.open("rb") as opened:
-            raw = opened.read(LARGEST + 1)
-        return raw.decode("utf-8", errors="replace") if len(raw) <= LARGEST else ""
+        return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 

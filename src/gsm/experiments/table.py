@@ -7,6 +7,7 @@ print(summarise(read_runs("logs/ablate_residual"), ["bits_per_byte", "data.train
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -52,7 +53,7 @@ class RunSummary:
     folder: Path
     summary: dict[str, Any]
     task: str = ""  # the name that `with_tasks` gives its data
-    settings: Mapping[str, Any] | None = None  # that decide its training, without its seed; None: see `settings`
+    settings: dict[str, str] | None = None  # that decide its training, without its seed; None: see `settings`
 
     @property
     def finished(self) -> bool:
@@ -297,7 +298,7 @@ def yamls(run: RunSummary) -> dict[str, Path]:
     return {part: file for part, file in files.items() if file.is_file()}
 
 
-def settings(run: RunSummary) -> Mapping[str, Any]:
+def settings(run: RunSummary) -> dict[str, str]:
     """Return the values that decide the training of a run, by key, as texts; empty where no yaml beside it has them.
 
     Its seed is left out, also in paths. Keys of several parts begin with the part's name.
@@ -313,8 +314,8 @@ def settings(run: RunSummary) -> Mapping[str, Any]:
         for key, value in config.items():
             counts = decides(key) and key not in LOCAL and key.rpartition(".")[2] != "seed"
             if counts or key in ("start_from", "start_fresh"):
-                text = re.sub(rf"\bseed{run.seed}\b", "seed", str(value))
-                values[f"{part}.{key}" if part else key] = text
+                text = value if isinstance(value, str) else json.dumps(value, default=str)
+                values[f"{part}: {key}" if part else key] = re.sub(rf"\bseed{run.seed}\b", "seed", text)
     return values
 
 
@@ -323,7 +324,7 @@ def told_apart(runs: Iterable[RunSummary]) -> list[RunSummary]:
 
     Its name is `<arm> (<key>=<value>)`. Of two versions of the code only the keys that both know are compared.
     """
-    first: dict[str, tuple[RunSummary, Mapping[str, Any]]] = {}
+    first: dict[str, tuple[RunSummary, dict[str, str]]] = {}
     named = []
     for run in runs:
         own = settings(run)
