@@ -96,10 +96,7 @@ class Examples:
         text = form.format(value=sample.answer, needle=" ".join(sample.needles), key=sample.key)
         answer = [*tokenizer.encode(text), tokenizer.end_of_text]
         if len(answer) > task.new_tokens:
-            raise ValueError(
-                f"new_tokens={task.new_tokens} is not allowed because answers={self.answers} take {len(answer)} "
-                f"tokens. Use data.new_tokens={len(answer) + len(answer) // 4} or more."
-            )
+            raise ValueError(f"new_tokens must be at least {len(answer)} for an answer, got {task.new_tokens}")
         return np.array(tokenizer.encode(sample.prompt), np.int32), np.array(answer, np.int32)
 
 
@@ -226,21 +223,12 @@ class RulerData(MadeData):
             names = " or ".join((*RESPONSES, BOTH))
             raise ValueError(f"answers={self.answers} is not allowed because it is unknown. Use {names}.")
         if not self.tasks or set(self.tasks) - set(TASKS):
-            raise ValueError(
-                f"tasks={self.tasks} is not allowed because a task is unknown or none is there. Use some of "
-                f"{', '.join(TASKS)}."
-            )
+            raise ValueError(f"tasks must be some of {', '.join(TASKS)}, got {self.tasks}")
         without = [task for task in self.tasks if not isinstance(TASKS[task], Needles)]
         if without and self.answers != "direct":
-            raise ValueError(
-                f"answers={self.answers} is not allowed because {', '.join(without)} have no needle to repeat. Use "
-                "data.answers=direct, or leave them out of data.tasks."
-            )
+            raise ValueError(f"answers must be direct for {', '.join(without)}, got {self.answers}")
         if max(self.lengths) > self.context:
-            raise ValueError(
-                f"lengths={self.lengths} is not allowed because context={self.context}. Use shorter ones, or a longer "
-                "data.context."
-            )
+            raise ValueError(f"lengths must be at most context={self.context}, got {self.lengths}")
 
     @cached_property
     def _needles(self) -> dict[str, list[Questions]]:

@@ -73,10 +73,7 @@ class Capacity:
         within(2, values=self.values)
         within(0, gap=self.gap)
         if not self.loads or any(not amounts for amounts in self.loads.values()):
-            raise ValueError(
-                f"loads={dict(self.loads)} is not allowed because a kind needs an amount. Use at least one amount of "
-                f"{' or '.join(KINDS)}."
-            )
+            raise ValueError(f"loads must have amounts of {' or '.join(KINDS)}, got {dict(self.loads)}")
         for kind, amounts in self.loads.items():
             if kind not in KINDS:
                 raise ValueError(f"loads.{kind} is not allowed because it is no kind. Use {', '.join(KINDS)}.")
@@ -91,9 +88,7 @@ class Capacity:
             object.__setattr__(self, "counted", max(plain["count"]))
         most = max([self.needles, *self.loads.get("find", ())])
         if most > self.keys:
-            raise ValueError(
-                f"keys={self.keys} is not allowed because {most} needles need different keys. Use {most} or more."
-            )
+            raise ValueError(f"keys must be at least {most}, one for each needle, got {self.keys}")
 
     @property
     def vocabulary(self) -> int:
@@ -110,10 +105,7 @@ class Capacity:
         for load in self.each():
             least = self._least(*load) + self.gap
             if length < least:
-                raise ValueError(
-                    f"context={length} is not allowed because {load.kind} {load.amount} with a gap of {self.gap} takes "
-                    f"more tokens. Use {least} or more."
-                )
+                raise ValueError(f"context must be at least {least} for loads.{load.kind}={load.amount}, got {length}")
 
     def each(self) -> list[Load]:
         """All loads."""

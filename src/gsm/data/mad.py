@@ -30,10 +30,7 @@ class Checked(Task):
     def check(self, length: int) -> None:
         """Raise ValueError if sequences of this length cannot hold the task."""
         if length < self.least:
-            raise ValueError(
-                f"context={length} is not allowed because {type(self).__name__} takes more tokens. Use {self.least} or "
-                "more."
-            )
+            raise ValueError(f"context must be at least {self.least} for {type(self).__name__}, got {length}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +50,7 @@ class InContextRecall(Checked):
     def __post_init__(self) -> None:
         within(1, keys=self.keys, values=self.values, fillers=self.fillers)
         if not 0 <= self.noise < 1:
-            raise ValueError(
-                f"noise={self.noise} is not allowed because it is a share. Use a number from 0 to below 1."
-            )
+            raise ValueError(f"noise must be in [0, 1), got {self.noise}")
 
     @property
     def vocabulary(self) -> int:

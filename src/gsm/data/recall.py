@@ -75,10 +75,7 @@ class Alphabet:
     def __post_init__(self) -> None:
         within(1, keys=self.keys, values=self.values, fillers=self.fillers, pairs=self.pairs)
         if self.pairs > self.keys:
-            raise ValueError(
-                f"pairs={self.pairs} is not allowed because keys={self.keys} and pairs have different keys. Use "
-                f"{self.keys} or fewer."
-            )
+            raise ValueError(f"pairs must be at most keys={self.keys}, as pairs have different keys, got {self.pairs}")
 
     @property
     def vocabulary(self) -> int:
@@ -146,10 +143,7 @@ class Needle(Alphabet):
         """Raise ValueError if a sequence cannot hold needles, questions and the whole gap."""
         least = self.least + self.gap
         if length < least:
-            raise ValueError(
-                f"context={length} is not allowed because {self.pairs} needles, their questions and a gap of "
-                f"{self.gap} take more tokens. Use {least} or more."
-            )
+            raise ValueError(f"context must be at least {least} with pairs={self.pairs} gap={self.gap}, got {length}")
 
     def draw(self, random: np.random.Generator, length: int, whole: int | None = None) -> Drawn:
         """One sequence. Raises ValueError where not even the needles and questions fit."""
@@ -201,21 +195,12 @@ class Paraphrase(Needle):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.names < 2 or self.keys % self.names:
-            raise ValueError(
-                f"names={self.names} is not allowed because keys={self.keys} are divided by it. Use a divisor of 2 or "
-                "more."
-            )
+            raise ValueError(f"names must be a divisor of keys={self.keys} from 2 on, got {self.names}")
         if self.pairs > self.keys // self.names:
-            raise ValueError(
-                f"pairs={self.pairs} is not allowed because keys={self.keys} with {self.names} names each are only "
-                f"{self.keys // self.names} different ones. Use {self.keys // self.names} or fewer."
-            )
+            raise ValueError(f"pairs must be at most {self.keys // self.names}, keys by names, got {self.pairs}")
         within(0, 1, literal=self.literal)
         if self.left_out and self.names < 3:
-            raise ValueError(
-                "left_out=true is not allowed because two names make one pair, which training needs. Use names=3 or "
-                "more."
-            )
+            raise ValueError(f"names must be at least 3 with left_out=true, got {self.names}")
 
     def meaning(self, token: np.ndarray) -> np.ndarray:
         """See `Alphabet.meaning`: of a name, the number of its key."""
@@ -272,10 +257,7 @@ class MultiQueryRecall(Alphabet):
         """Raise ValueError if a sequence cannot hold pairs, questions and the whole gap."""
         least = 4 * self.pairs + self.gap + self.gap % 2 + self.shifted  # questions stand at even places, as pairs do
         if length < least:
-            raise ValueError(
-                f"context={length} is not allowed because {self.pairs} pairs, their questions and a gap of {self.gap} "
-                f"take more tokens. Use {least} or more."
-            )
+            raise ValueError(f"context must be at least {least} with pairs={self.pairs} gap={self.gap}, got {length}")
 
     def draw(self, random: np.random.Generator, length: int, whole: int | None = None) -> Drawn:
         """One sequence. Raises ValueError where it cannot hold pairs and questions."""

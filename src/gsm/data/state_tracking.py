@@ -64,23 +64,13 @@ class StateTracking:
     def __post_init__(self) -> None:
         for name, choices in (("letters", LETTERS), ("answers", ANSWERS), ("ask", ASK)):
             if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} is not allowed because it is unknown. Use {' or '.join(choices)}."
-                )
+                raise ValueError(f"{name} must be {' or '.join(choices)}, got {getattr(self, name)}")
         if self.answers == "steps" and self.ask == "end":
-            raise ValueError(
-                "ask=end is not allowed because answers=steps writes every state. Use ask=every, or answers=direct."
-            )
+            raise ValueError("ask must be every with answers=steps, which write every state, got end")
         if not self.groups or len(set(self.groups)) < len(self.groups):
-            raise ValueError(
-                f"groups={list(self.groups)} is not allowed because a group is missing or stands twice. Use one group "
-                "or more, each of them once."
-            )
+            raise ValueError(f"groups must be one or more, each once, got {list(self.groups)}")
         if self.tested is not None and (not self.tested or min(self.tested) < 1):
-            raise ValueError(
-                f"tested={list(self.tested)} is not allowed because a word has a letter. Use lengths of 1 or more, or "
-                "null for the usual ones."
-            )
+            raise ValueError(f"tested must be lengths from 1 on, or null, got {list(self.tested)}")
         _ = self._groups
 
     @property
@@ -110,10 +100,7 @@ class StateTracking:
     def check(self, length: int) -> None:
         """Raise ValueError if sequences of this length cannot hold whole words."""
         if length < self.least or length % self.least:
-            raise ValueError(
-                f"context={length} is not allowed because a letter takes {self.least} positions. Use a multiple of "
-                f"{self.least}."
-            )
+            raise ValueError(f"context must be a multiple of {self.least}, the positions of a letter, got {length}")
 
     def draw(self, random: np.random.Generator, length: int, whole: int | None = None) -> Drawn:
         """One sequence; its word fills it."""
