@@ -318,6 +318,18 @@ def test_several_runs_of_a_command_are_no_single_run_of_wandb(
     assert re.findall(r"^id (\w+)$", done.stdout, re.MULTILINE) == ids, done.stdout + done.stderr
 
 
+@pytest.mark.timeout(600)
+def test_a_sweep_over_seeds_trains_each_once(tmp_path: Path, processes: Any):
+    """As in docs/commands.md, with the flag first; and as an error of the command line advises, with the flag last."""
+    given = [*arguments(tmp_path), *QUICK, "model/residual=plain"]
+    for words in (["-m", "seed=0,1", *given], [*given, "seed=1,2", "-m"]):
+        done = typed(processes, tmp_path, "train.py", *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("is finished already") == 1, "the second command had seed 1 to skip"
+    seeds = sorted(path.name for path in (tmp_path / "logs/default/gsm").iterdir())
+    assert seeds == ["seed0", "seed1", "seed2"] and not (tmp_path / "logs/.replaced").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_variants_stand_side_by_side(tmp_path: Path, processes: Any):

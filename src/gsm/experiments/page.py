@@ -20,8 +20,7 @@ from markupsafe import Markup
 from gsm import paths
 from gsm.config.check import ConfigError, flat
 from gsm.config.command_line import own_configs
-from gsm.config.options import TIME, opening, saved
-from gsm.experiments import SEVERAL
+from gsm.config.options import opening, saved
 from gsm.experiments.table import FOOTNOTE, RunSummary, Table, mapping, read_contents, settings, yamls
 from gsm.files import read_json
 from gsm.tables import Grid
