@@ -94,8 +94,9 @@ def test_every_run_of_the_papers_experiments_has_its_step(experiment: str, devic
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("global_batch=many", "global_batch is 'many', but takes a whole number of sequences, or null"),
-        ("global_batch=1.5", "global_batch is 1.5, but takes a whole number"),
+        ("global_batch=many", "global_batch must be a whole number of sequences, got 'many'"),
+        ("global_batch=1.5", "global_batch must be a whole number of sequences, got 1.5"),
+        ("global_batch=null", "global_batch must be a whole number of sequences, got None"),
         ("global_batch=0", "global_batch=0 is not allowed because it is below 1"),
     ],
 )
@@ -118,6 +119,7 @@ def test_a_pass_ends_with_a_step():
 def test_the_last_run_is_refused_before_the_first_one_trains(tmp_path: Path):
     words = ["experiment=paper_cot", "size=nano", "arms=null", "seeds=null", "trainer=ddp", "trainer.accelerator=cpu"]
     words += ["trainer.devices=3", f"logs={tmp_path}"]
+    words += ["recipe.global_batch=12", "recipe.extension.global_batch=3"]
     said = "run tune: global_batch=8 is not allowed because 3 devices .* Use global_batch=6 or 9.$"
     with pytest.raises(ConfigError, match=said):
         Experiment(compose(words), words).trials()

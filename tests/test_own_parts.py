@@ -40,16 +40,17 @@ from torch.utils.data import DataLoader
 
 
 class Counting(lightning.LightningDataModule):
-    def __init__(self, length: int, vocabulary: int) -> None:
+    def __init__(self, length: int, vocabulary: int, batch_size: int) -> None:
         super().__init__()
+        self.batch_size = batch_size
         start = torch.arange(64)
         self.rows = [{"tokens": (torch.arange(length) + first) % vocabulary} for first in start]
 
     def train_dataloader(self):
-        return DataLoader(self.rows[:48], batch_size=4, shuffle=True)
+        return DataLoader(self.rows[:48], self.batch_size, shuffle=True)
 
     def val_dataloader(self):
-        return DataLoader(self.rows[48:], batch_size=4)
+        return DataLoader(self.rows[48:], self.batch_size)
 
 
 class Counted(lightning.Callback):
@@ -67,6 +68,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "configs/data").mkdir(parents=True)
     lines = ["_target_: own_parts.Counting", "length: 24", "vocabulary: ${size.vocabulary}"]
+    lines.append("batch_size: ${recipe.batch_size}")
     (tmp_path / "configs/data/mine.yaml").write_text("\n".join(lines))
     return tmp_path / "configs"
 

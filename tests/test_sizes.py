@@ -135,7 +135,7 @@ def test_every_size_has_a_recipe_whose_numbers_follow_from_its_context(size: str
     assert recipe["extension"]["lengths"] == [context, 4 * context, 8 * context, 16 * context]
     assert recipe["extension"]["context"] == 16 * context
     assert recipe["extension"]["learning_rate"] == pytest.approx(recipe["learning_rate"] / 10), "ours"
-    assert 4 * (recipe["extension"]["global_batch"] or 1) == (recipe["global_batch"] or recipe["batch_size"]), (
+    assert 4 * recipe["extension"]["global_batch"] == recipe["global_batch"], (
         "a quarter of the sequences, 16 times as long"
     )
     assert recipe["recall"] == {"pairs": context // 12, "symbols": context // 3, "shortest": context // 2}

@@ -56,8 +56,8 @@ def check(config: Mapping[str, Any], reference: Mapping[str, Any]) -> None:
 
     ordered = sorted(config.items(), key=rank)
     _check_numbers(flat(dict(ordered)))
-    if not fits(config.get("global_batch"), int | None):
-        raise ConfigError(f"global_batch is {config['global_batch']!r}, but takes a whole number of sequences, or null")
+    if not fits(config.get("global_batch", 1), int):
+        raise ConfigError(f"global_batch must be a whole number of sequences, got {config['global_batch']!r}")
     if (resume := config.get("resume", "auto")) not in ("auto", "never"):
         raise ConfigError(
             f"resume={resume} is not allowed because a run goes on from its own checkpoint. Use auto or never; "

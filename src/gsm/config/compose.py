@@ -343,7 +343,7 @@ def _named(what: str, _root_: DictConfig) -> str:
     if (what == "arm") == (_root_.get("arms") is not None):
         return first
     typed = cast(list, OmegaConf.to_container(job.overrides.task))  # an override may refer to ${arm}
-    return naming.name(first, tuple(typed), OmegaConf.select(_root_, "global_batch") is not None)
+    return naming.name(first, tuple(typed))
 
 
 def _variants(group: str, first: str, *without: str, _root_: DictConfig) -> dict[str, list[str]]:

@@ -26,19 +26,19 @@ PLAIN = re.compile(r"[a-z0-9_.]*(?:-[a-z0-9.]+)*")
 
 
 @functools.lru_cache(maxsize=256)  # every path below a run's folder asks for its name
-def name(first: str, overrides: tuple[str, ...], divided: bool = False) -> str:
+def name(first: str, overrides: tuple[str, ...]) -> str:
     """Return ``first`` with the overrides that change training: variants before values, the model's before others.
 
     The order is fixed, so that the same words in another order name the same folder.
 
     Args:
         first: the model, or the experiment.
-        overrides: as they were typed; the last one of a key counts.
-        divided: whether ``global_batch`` sets the sequences of a step. Then devices and batches do not enter.
+        overrides: as they were typed; the last one of a key counts. Devices and batches only divide a step: they do
+            not enter.
     """
     parser = OverridesParser.create()
     parsed = [parser.parse_override(word) for word in overrides]
-    by_key = {_key(override): override for override in parsed if _enters(override, first, divided)}
+    by_key = {_key(override): override for override in parsed if _enters(override, first)}
     return _joined([first, *(_word(key, _value(by_key[key])) for key in sorted(by_key, key=_place))])
 
 
@@ -47,7 +47,7 @@ def label(values: Mapping[str, Any]) -> str:
     return _joined([_word(key, value) for key, value in values.items()])
 
 
-def _enters(override: Override, first: str, divided: bool) -> bool:
+def _enters(override: Override, first: str) -> bool:
     """Return whether an override may change training. A sweep does not: each of its jobs has its own name."""
     head, *rest = key = re.split(r"[./]", override.key_or_group)
     if override.is_sweep_override() or (key == ["model"] and override.value() == first):
@@ -56,7 +56,7 @@ def _enters(override: Override, first: str, divided: bool) -> bool:
         return _value(override) is not None and "evaluate" not in rest
     if head in ("recipe", "start_from", "start_fresh"):
         return True
-    return head != "seed" and decides(".".join(key), divided=divided and head != "global_batch")
+    return head != "seed" and decides(".".join(key), divided=head != "global_batch")
 
 
 def _key(override: Override) -> str:

@@ -147,12 +147,12 @@ def refuse_early(config: Mapping[str, Any]) -> None:
     if chosen := config.get("trainer"):
         refuse_numbers(chosen)
         refuse_arguments({name: value for name, value in chosen.items() if name not in MACHINE})
-    if config.get("global_batch") is not None and (world := ranks_in(config)):
+    if "data" in config and (world := ranks_in(config)):
         batches_a_step(config, world)
 
 
 def batches_a_step(config: Mapping[str, Any], world: int) -> int:
-    """Return the number of batches of every rank in a step of ``global_batch`` sequences; 1 where that is null.
+    """Return the number of batches of every rank in a step of ``global_batch`` sequences.
 
     Raises ConfigError where they do not come to that number, with values that would fit.
     """
@@ -169,13 +169,8 @@ def batches_a_step(config: Mapping[str, Any], world: int) -> int:
 def _divided(config: Mapping[str, Any], world: int) -> int:
     """Return the same number, without a look at the end of a pass."""
     total, batch = config["global_batch"], config["data"].get("batch_size")
-    if total is None:
-        return 1
     if batch is None:
-        raise ConfigError(
-            f"global_batch={total} is not allowed because the data have no batch_size to divide it by. Use "
-            "global_batch=null."
-        )
+        raise ConfigError(f"data.batch_size must be given: it divides the steps of global_batch={total} sequences")
     at_once = world * batch
     if total % at_once == 0:
         return total // at_once
