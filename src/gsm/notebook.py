@@ -148,7 +148,7 @@ def explore(draw: Callable[[int], Figure], choices: Sequence[int]) -> Any:
 
 
 def show_curves(runs: Sequence[RunSummary], metric: str = "val/loss") -> Figure:
-    """Draw learning curves: one line per arm, the mean over its seeds, with a band of one standard deviation."""
+    """Draw learning curves: one line per arm, the mean over its seeds, in a band from the lowest to the highest."""
     arms: dict[str, list[dict[Any, float]]] = {}
     for run in runs:
         values = read_metrics(run.folder / "metrics.csv").get(metric)

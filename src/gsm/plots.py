@@ -177,7 +177,7 @@ def finish(axes: Axes, x: str, y: str = "", title: str = "", **legend: Any) -> N
 
 
 def curves(axes: Axes, arms: Mapping[str, Sequence[Mapping[Any, float]]], x: str, y: str) -> None:
-    """Draw one line per arm: the mean over its seeds, in a band of a sample standard deviation to either side.
+    """Draw one line per arm: the mean over its seeds, in a band from the lowest to the highest seed.
 
     Args:
         axes: to draw on.
@@ -194,10 +194,9 @@ def curves(axes: Axes, arms: Mapping[str, Sequence[Mapping[Any, float]]], x: str
         how: dict[str, Any] = {"color": style.colour, "linestyle": style.line, "linewidth": 1.4, "markersize": 4}
         axes.plot(steps, means, label=names[arm], marker=style.marker if len(steps) <= FEW else None, **how)
         if len(seeds) > 1:
-            spreads = [statistics.stdev(column) for column in values]
-            low = [mean - spread for mean, spread in zip(means, spreads, strict=True)]
-            high = [mean + spread for mean, spread in zip(means, spreads, strict=True)]
-            axes.fill_between(steps, low, high, color=style.colour, alpha=0.18, linewidth=0)
+            axes.fill_between(
+                steps, list(map(min, values)), list(map(max, values)), color=style.colour, alpha=0.18, linewidth=0
+            )
     finish(axes, x, y, **_beside(names))
 
 

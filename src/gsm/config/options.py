@@ -20,7 +20,7 @@ from gsm.files import DAMAGED, read_text
 
 WIDTH = 118
 SENTENCE = re.compile(r".*?(?<! al)[.?](?= |$)")
-TIME = re.compile(r"Two CPU cores take (.*?)[.;](?= |$)")
+TIME = re.compile(r"(?:Two CPU cores take|One CPU core takes) (.*?)[.;](?= |$)")
 HIDDEN = "_"  # begins the name of a yaml that others are made of, or that a program asks for
 
 
@@ -134,7 +134,7 @@ def listing(script: str, folders: Sequence[Path], chosen: Mapping[str, str | Non
 
 
 def opening(text: str) -> tuple[str, str]:
-    """Return the first paragraph of the comment that a yaml opens with, in one line, and its time on two CPU cores.
+    """Return the first paragraph of the comment that a yaml opens with, in one line, and its time on a CPU.
 
     The paragraph ends before the time. Without a time, the second text is empty.
     """

@@ -29,7 +29,8 @@ from gsm.training.report import kernels
 
 TEMPLATE = Path(__file__).with_suffix(".html.jinja")
 PICTURES = (
-    "Pictures: lines and bars are means over the seeds, bands and whiskers a standard deviation, dots single seeds."
+    "Pictures: lines and bars are means over the seeds, bands go from the lowest to the highest seed, whiskers are a "
+    "standard deviation, dots single seeds."
 )
 
 

@@ -305,7 +305,7 @@ def costs(words: str) -> str:
 
 def yamls(group: str) -> str:
     """Return the Markdown of a marker of yamls: the opening comments, and a column of times if any has a time."""
-    grid = [[f"`{group}=`", "description", "time on two CPU cores"], ["---"] * 3]
+    grid = [[f"`{group}=`", "description", "time on one or two CPU cores"], ["---"] * 3]
     for name in paths.variants(group):
         if not name.startswith(HIDDEN):
             texts = opening((paths.configs() / group / f"{name}.yaml").read_text(encoding="utf-8"))
