@@ -170,7 +170,7 @@ def _trained(name: str, overrides: tuple[str, ...], path: str, place: str) -> Mo
         raise ConfigError(
             f"{place}.checkpoint={path} is not allowed, because {len(files)} runs are below it. Use one of {runs}"
         )
-    choices = read_checkpoint(files[0], mmap=True)["hyper_parameters"]["config"].get("choices") or {}
+    choices = read_checkpoint(files[0], weights=False)["hyper_parameters"]["config"].get("choices") or {}
     if not (choices.get("size") and choices.get("model")):
         raise ConfigError(f"{place}.checkpoint={path} is not allowed, because it names no size. Use a run of train.py")
     return Model(name, choices["model"], overrides, files[0], digest(files[0]), choices["size"])

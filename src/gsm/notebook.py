@@ -69,7 +69,7 @@ def load(folder: str | Path) -> tuple[LanguageModel, SyntheticData]:
     Raises:
         ValueError: it was trained on text. FileNotFoundError, CheckpointError: as ``load_model``.
     """
-    model, data = load_model(folder), vetted_node(read_checkpoint(folder, mmap=True), "data", folder)
+    model, data = load_model(folder), vetted_node(read_checkpoint(folder, weights=False), "data", folder)
     if "task" not in data:
         raise ValueError(f"{folder} is not allowed because it was trained on text. Use a run on data=needle")
     return model, instantiate(data, "data")

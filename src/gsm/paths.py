@@ -126,7 +126,7 @@ def trained() -> dict[str, Path]:
 
     ``nano`` was trained on text, the others on needles. ``gsm/trained/README.md`` documents their training.
     """
-    return {file.stem: file for file in sorted(TRAINED.glob("*.ckpt"))}
+    return {file.parent.name: file.parent for file in sorted(TRAINED.glob("*/config.json"))}
 
 
 def variants(group: str) -> list[str]:

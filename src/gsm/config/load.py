@@ -7,7 +7,6 @@ import copy
 import hashlib
 import os
 import re
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,26 +16,18 @@ import torch
 from hydra.errors import InstantiationException
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from gsm import paths
-from gsm.config import exported
+from gsm import checkpoint, paths
+from gsm.checkpoint import CheckpointError
 from gsm.config.check import ConfigError, check, few, flat
 from gsm.config.compose import compose, parse
 from gsm.config.trust import vetted
 from gsm.data.tokenizer import Tokenizer
-from gsm.files import Damaged, verify_archive
 from gsm.models.base import LanguageModel
 from gsm.models.checks import DEVICES
-from gsm.training.distributed import shards
-from gsm.training.resume import FORMAT
 
-LAST = "checkpoints/last.ckpt"  # in the folder of a run
 # Arguments of data that older checkpoints name, and those of them that changed the data.
 WITHDRAWN = {"on_corrupt", "longest_line", "digits", "increment", "num_workers", "prepare_workers"}
 CHANGING = ("digits", "increment")
-
-
-class CheckpointError(ConfigError):
-    """A file is no checkpoint of this project, or cannot be used; the message says why."""
 
 
 def build_model(
@@ -73,32 +64,32 @@ def load_model(
     (``gsm.config.trust``).
 
     Args:
-        path: a ``.ckpt`` file; the folder of a run, which stands for its ``checkpoints/last.ckpt``; or the name of a
-            checkpoint that comes with the package: ``"nano"``.
+        path: the folder of a run, which stands for its last step; of one of its steps, ``checkpoints/step_...``; of an
+            export; or the name of a model that comes with the package: ``"nano"``.
         device: where the weights go.
         directories: folders of yaml files besides ``configs/``, for a model with parts of one's own.
         overrides: other values of the model than the checkpoint's: ``["model.candidate_pool=false"]``.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: there is no such folder.
         CheckpointError: it is truncated or damaged, no checkpoint of this project, names parts that no yaml names, or
             its configuration no longer fits the code.
         ConfigError: an override that changes no value of the model.
     """
-    checkpoint = read_checkpoint(path)
-    model = model_of(checkpoint, path, directories, overrides)
-    load_sound_weights(model, checkpoint, path)
+    saved = read_checkpoint(path)
+    model = model_of(saved, path, directories, overrides)
+    load_sound_weights(model, saved, path)
     return model.to(device).eval()
 
 
 def model_of(
-    checkpoint: Mapping[str, Any],
+    saved: Mapping[str, Any],
     path: str | os.PathLike[str],
     directories: Sequence[Path] = (),
     overrides: Iterable[str] = (),
 ) -> LanguageModel:
     """Build the model of a checkpoint, with fresh weights. Arguments and errors as of ``load_model``."""
-    node = _changed(vetted_node(checkpoint, "model", path, directories), list(overrides))
+    node = _changed(vetted_node(saved, "model", path, directories), list(overrides))
     try:
         check({"model": node}, {"model": node})
         with as_in_file():
@@ -137,21 +128,21 @@ def as_in_file() -> Iterator[None]:
 
 
 def vetted_node(
-    checkpoint: Mapping[str, Any], part: str, path: str | os.PathLike[str], directories: Sequence[Path] = ()
+    saved: Mapping[str, Any], part: str, path: str | os.PathLike[str], directories: Sequence[Path] = ()
 ) -> dict[str, Any]:
     """Return the configuration of the ``model`` or the ``data`` of a checkpoint, if it is harmless.
 
     Raises CheckpointError, a ConfigError, if it names a part that no yaml names.
     """
     try:
-        return vetted(checkpoint["hyper_parameters"]["config"].get(part), part, directories)
+        return vetted(saved["hyper_parameters"]["config"].get(part), part, directories)
     except ConfigError as error:
         raise CheckpointError(f"the configuration in {path} is not trusted: {error}") from error
 
 
-def misfits(model: LanguageModel, checkpoint: Mapping[str, Any]) -> list[str]:
+def misfits(model: LanguageModel, saved: Mapping[str, Any]) -> list[str]:
     """Return the parameters that a model and a checkpoint do not share, or that differ in shape."""
-    weights, expected = _weights(checkpoint), model.state_dict()
+    weights, expected = _weights(saved), model.state_dict()
     return sorted(weights.keys() ^ expected.keys()) or [
         f"{name} {tuple(weights[name].shape)} for {tuple(parameter.shape)}"
         for name, parameter in expected.items()
@@ -164,23 +155,23 @@ def not_finite(tensors: Mapping[str, Any]) -> list[str]:
     return [name for name, x in tensors.items() if x.is_floating_point() and not bool(x.isfinite().all())]
 
 
-def load_sound_weights(model: LanguageModel, checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+def load_sound_weights(model: LanguageModel, saved: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Load the weights of a checkpoint into a model. Raises CheckpointError if they do not fit or are not finite."""
-    if wrong := misfits(model, checkpoint):
+    if wrong := misfits(model, saved):
         raise CheckpointError(f"the weights in {path} do not fit the model in its configuration: {few(wrong)}")
-    if broken := not_finite(_weights(checkpoint)):
+    if broken := not_finite(_weights(saved)):
         raise CheckpointError(f"the weights in {path} are of a model that broke: {few(broken)} hold what is not finite")
-    load_weights(model, checkpoint)
+    load_weights(model, saved)
 
 
-def load_weights(model: LanguageModel, checkpoint: Mapping[str, Any]) -> None:
+def load_weights(model: LanguageModel, saved: Mapping[str, Any]) -> None:
     """Load the weights of a checkpoint that fits."""
-    model.load_state_dict(_weights(checkpoint))
+    model.load_state_dict(_weights(saved))
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Return the tokenizer of a checkpoint. Raises as ``load_model`` does."""
-    return tokenizer_of(read_checkpoint(path, mmap=True), path)
+    return tokenizer_of(read_checkpoint(path, weights=False), path)
 
 
 def tokenizer_of(saved: Mapping[str, Any], path: str | os.PathLike[str]) -> Tokenizer:
@@ -188,7 +179,7 @@ def tokenizer_of(saved: Mapping[str, Any], path: str | os.PathLike[str]) -> Toke
     state = saved.get("tokenizer")
     if not state:
         raise CheckpointError(f"{path} holds no tokenizer, so its model cannot read or write text")
-    if exported.TOKENIZER in state:  # its file is missing
+    if state.get("kind") != "bytes" and not state.get("json"):
         raise CheckpointError(f"{path} holds a model without its tokenizer.json: save the tokenizer beside the weights")
     try:
         return Tokenizer.from_state(state)
@@ -196,102 +187,64 @@ def tokenizer_of(saved: Mapping[str, Any], path: str | os.PathLike[str]) -> Toke
         raise CheckpointError(f"the tokenizer in {path} cannot be read: {error}") from error
 
 
-def read_checkpoint(path: str | os.PathLike[str], mmap: bool = False, verify: bool | None = None) -> dict[str, Any]:
-    """Read a checkpoint of this project as plain containers and tensors on the CPU; no code from the file runs.
+def read_checkpoint(path: str | os.PathLike[str], weights: bool = True) -> dict[str, Any]:
+    """Read a checkpoint of this project as plain containers and tensors on the CPU; no code from it runs.
 
     Args:
-        path: of the file, or the folder of a run.
-        mmap: leave the tensors on the disk until they are used. Tensors in parts are left out; their files have to be
-            there.
-        verify: compare the tensors with their checksums (None: unless they stay on the disk).
+        path: of a step's folder, of a run (its last step), or of a model; or the name of a packaged one.
+        weights: read the weights, too, as ``state_dict``, and compare files with their checksums; otherwise the facts
+            alone: ``hyper_parameters`` with the configuration, ``global_step``, ``tokenizer``, ``fingerprint``, ...
 
     Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointError: it is truncated, damaged or no checkpoint of this project, or its parts are.
+        FileNotFoundError: there is no such folder.
+        CheckpointError: it is incomplete, damaged or no checkpoint of this project.
     """
-    path = checkpoint_file(path)
-    if not path.is_file():
-        beside = sorted(file.name for file in path.parent.glob("*.ckpt")) if path.parent.is_dir() else []
-        come_along = f"; those that come along are called {', '.join(paths.trained())}"
-        raise FileNotFoundError(
-            f"no checkpoint at {path}" + (f"; there are {', '.join(beside)} beside it" if beside else come_along)
-        )
-    verify = not mmap if verify is None else verify
-    try:
-        if path.name in exported.WEIGHTS:
-            checkpoint = exported.read(path)
-        else:
-            verify_archive(path, tensors=verify)
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except Damaged as error:
-        raise CheckpointError(f"{path} is truncated or damaged, or no checkpoint: {error}") from error
-    except Exception as error:  # whatever torch.load's readers meet: RuntimeError, EOFError, UnpicklingError, KeyError
-        kind = type(error).__name__
-        raise CheckpointError(f"{path} is truncated, or no checkpoint: PyTorch cannot read it ({kind})") from error
-    if not _of_a_run(checkpoint):
-        kind = "an exported model" if path.name in exported.WEIGHTS else "a file of PyTorch"
-        raise CheckpointError(f"{path} is {kind}, but no checkpoint of a run of this project")
-    if checkpoint.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path} is of format {checkpoint.get('format', 1)}, and this version reads format {FORMAT}: use the "
-            "version of the project that has written it"
-        )
-    try:
-        shards.check(checkpoint, path, verify=verify)
-        return dict(checkpoint) if mmap else shards.whole(checkpoint, path, weights_alone=True)
-    except shards.DamagedParts as error:
-        raise CheckpointError(str(error)) from error
+    folder = checkpoint_folder(path)
+    if not checkpoint.is_model(folder):
+        raise _missing(folder)
+    checkpoint.check(folder, verify=weights)
+    facts = {**(checkpoint.read_state(folder) or {}), **checkpoint.read_facts(folder)}
+    return {**facts, "state_dict": checkpoint.read_weights(folder)} if weights else facts
 
 
-def _of_a_run(checkpoint: Any) -> bool:
-    """Return whether the content of a file has the configuration of a model, a step and weights."""
-    try:
-        model = checkpoint["hyper_parameters"]["config"]["model"]
-    except (LookupError, TypeError):
-        return False
-    weights = {"state_dict", shards.FOLDER} & checkpoint.keys()
-    return isinstance(model, Mapping) and "global_step" in checkpoint and bool(weights)
+def _missing(folder: Path) -> Exception:
+    """Return the error for a path without a checkpoint."""
+    if folder.is_file():
+        return CheckpointError(f"{folder} is a file: a checkpoint is a folder, such as that of a run or of its step")
+    if folder.is_dir():
+        return FileNotFoundError(f"no checkpoint in {folder}: it has no checkpoints/step_...")
+    return FileNotFoundError(
+        f"no checkpoint at {folder}; those that come along are called {', '.join(paths.trained())}"
+    )
 
 
-def checkpoint_file(path: str | os.PathLike[str]) -> Path:
-    """Return the file of a checkpoint.
+def checkpoint_folder(path: str | os.PathLike[str]) -> Path:
+    """Return the folder of a checkpoint.
 
-    A file stands for itself, a folder of ``export.py`` for its weights, the folder of a run for its last checkpoint,
-    which need not be there yet. Any other name is that of a checkpoint in the package (``gsm.paths.trained``).
+    The folder of a step, and one with a model alone, stand for themselves, and that of a run for its last step. Any
+    other name is that of a model in the package (``gsm.paths.trained``).
     """
-    path = Path(paths.at_home(os.fspath(path)))
-    if path.suffix == ".ckpt" or path.is_file():
-        return path
-    weights = exported.weights_in(path)
-    if weights and not (path / LAST).is_file():
-        return weights
-    return path / LAST if path.exists() else paths.trained().get(str(path), path / LAST)
+    folder = Path(paths.at_home(os.fspath(path)))
+    if folder.is_dir():
+        return folder if checkpoint.is_model(folder) else checkpoint.newest(folder) or folder
+    return paths.trained().get(str(path), folder)
 
 
 def digest(path: str | os.PathLike[str] | None) -> str | None:
-    """Return the identity of a checkpoint's content, the same in any place; None for None.
+    """Return the identity of a checkpoint's weights, the same in any place; None for None.
 
-    SHA-256 of the checksums that PyTorch keeps of every tensor in the file: as quick for 100 GB as for one. For an
-    exported folder, the SHA-256 of its weights.
+    SHA-256 of the checksums of its files with weights.
 
     Raises:
         FileNotFoundError, CheckpointError: as ``read_checkpoint`` does.
     """
     if path is None:
         return None
-    file = checkpoint_file(path)
-    if file.name in exported.WEIGHTS:
-        read_checkpoint(file)
-        digests = []
-        for part in exported.files(file):
-            with part.open("rb") as opened:
-                digests.append(hashlib.file_digest(opened, "sha256").hexdigest())
-        return digests[0] if len(digests) == 1 else hashlib.sha256(repr(digests).encode()).hexdigest()
-    if not zipfile.is_zipfile(file):
-        read_checkpoint(file)  # which says what is wrong with it
-        raise CheckpointError(f"{file} is of a format that PyTorch has left; save it with a newer version")
-    with zipfile.ZipFile(file) as opened:
-        parts = sorted((part.filename, part.file_size, part.CRC) for part in opened.infolist())
+    folder = checkpoint_folder(path)
+    read_checkpoint(folder, weights=False)
+    known = (checkpoint.read_state(folder) or {}).get("files") or {}
+    files = checkpoint.tensor_files(folder)
+    parts = [known.get(file.name) or checkpoint.checksum(file) for file in files]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -393,7 +346,7 @@ def _with_path(sentence: str, place: str, values: Mapping[str, Any]) -> str:
     return f"{place}: {sentence}"
 
 
-def _weights(checkpoint: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _weights(saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the weights of the model, by their names in it."""
-    saved = checkpoint["state_dict"].items()
-    return {key.removeprefix("model."): value for key, value in saved if key.startswith("model.")}
+    weights = saved["state_dict"].items()
+    return {key.removeprefix("model."): value for key, value in weights if key.startswith("model.")}

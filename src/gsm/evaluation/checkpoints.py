@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from gsm import paths
+from gsm import checkpoint, paths
 from gsm.config.check import ConfigError
 from gsm.config.load import (
-    checkpoint_file,
+    checkpoint_folder,
     digest,
     load_model,
     read_checkpoint,
@@ -50,7 +50,7 @@ class Trained:
     @cached_property
     def saved(self) -> dict[str, Any]:
         """The checkpoint, its tensors left on the disk."""
-        return read_checkpoint(self.file, mmap=True)
+        return read_checkpoint(self.file, weights=False)
 
     @cached_property
     def model(self) -> LanguageModel:
@@ -128,40 +128,39 @@ def opened(files: Sequence[Path], device: str) -> Iterator[Trained]:
 
 
 def checkpoints(path: str) -> list[Path]:
-    """Return the checkpoint of a path or a name, as ``load_model`` takes it, or the checkpoints of all runs below it,
+    """Return the checkpoint of a path or a name, as ``load_model`` takes it, or the last ones of all runs below it,
     sorted. Of runs after one another only the last one counts.
 
     Raises FileNotFoundError if there is none.
     """
     folder = Path(path)
-    if not folder.is_dir() or checkpoint_file(folder).is_file():
-        return [checkpoint_file(folder) if folder.is_dir() or path in paths.trained() else folder]
-    files = sorted(folder.glob("**/checkpoints/last.ckpt"))
-    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
-    files = [file for file in files if _is_last(file)]
-    if not files:
+    if not folder.is_dir() or checkpoint.is_model(checkpoint_folder(folder)):
+        return [checkpoint_folder(path)]
+    runs = sorted({file.parent.parent.parent for file in folder.glob(f"**/checkpoints/step_*/{checkpoint.STATE}")})
+    runs = [run for run in runs if not any(part.startswith(".") for part in run.relative_to(folder).parts)]
+    last = [step for run in runs if _is_last(run) and (step := checkpoint.newest(run))]
+    if not last:
         raise FileNotFoundError(
-            f"checkpoint={path} is not allowed because there is no checkpoint, and no run below it has a "
-            "checkpoints/last.ckpt. Use the folder of a run, such as logs/default/gsm/seed0, or nano."
+            f"no checkpoint in {path}, and none of a run below it: give the folder of a run, such as "
+            "logs/default/gsm/seed0, or nano"
         )
-    return files
+    return last
 
 
-def _is_last(file: Path) -> bool:
-    """Return whether a checkpoint is of a single run, or of the last run with one among runs after one another."""
-    phase, run = file.parent.parent.name, file.parent.parent.parent
-    trained = (read_json(run / "summary.json") or {}).get(TRAINED)
+def _is_last(run: Path) -> bool:
+    """Return whether a run is a single one, or the last one with a checkpoint among runs after one another."""
+    trained = (read_json(run.parent / "summary.json") or {}).get(TRAINED)
     if not isinstance(trained, list):
         return True
-    saved = [name for name in trained if (run / name / "checkpoints" / "last.ckpt").is_file()]
-    return phase in saved[-1:]
+    saved = [name for name in trained if checkpoint.newest(run.parent / name)]
+    return run.name in saved[-1:]
 
 
-def home(file: Path) -> Path:
+def home(folder: Path) -> Path:
     """Return the folder of a checkpoint's run; for a model of the package, a folder below ``logs`` for its results."""
-    if file.resolve() in {folder.resolve() for folder in paths.trained().values()}:
-        return Path("logs") / "trained" / file.stem
-    return file.parent.parent if file.parent.name == "checkpoints" else file.parent
+    if folder.resolve() in {path.resolve() for path in paths.trained().values()}:
+        return Path("logs") / "trained" / folder.name
+    return folder.parent.parent if folder.parent.name == "checkpoints" else folder
 
 
 @contextlib.contextmanager

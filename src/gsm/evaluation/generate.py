@@ -35,7 +35,7 @@ def generate(
     """Print a prompt and its continuation by a trained model, up to the model's end of text, or to Ctrl-C.
 
     Args:
-        checkpoint: a .ckpt file, or the folder of a run; or nano, a trained model in the package
+        checkpoint: the folder of a run, or of one of its steps; or nano, a trained model in the package
         prompt: the beginning of the text; empty: the beginning of a document, if the model has learned how they begin
         prompt_file: a text file to begin with, instead of prompt
         max_new_tokens: largest number of tokens
@@ -52,7 +52,7 @@ def generate(
     check_sampling(temperature, top_p)
     device = usable(device)
     start = utf8(_read(prompt_file) if prompt_file else prompt)
-    saved = read_checkpoint(checkpoint, mmap=True)
+    saved = read_checkpoint(checkpoint, weights=False)
     tokenizer, model = tokenizer_of(saved, checkpoint), load_model(checkpoint, device)
     if not start and (saved["hyper_parameters"]["config"].get("data") or {}).get("documents") == "isolated":
         note = "note: trained with data.documents=isolated, the model has not learned how documents begin; use prompt="

@@ -25,8 +25,8 @@ class Measure(ABC):
     ``__post_init__``.
 
     Args:
-        checkpoint: a .ckpt file, the folder of a run, a folder above several runs, such as logs/<name>; or nano, which
-            comes along
+        checkpoint: the folder of a run, of one of its steps, or above several runs, such as logs/<name>; or nano,
+            which comes along
         device: cpu, cuda, ...; auto: a GPU if there is one
         output: the file to write, tables and pictures beside it; left out: in the folder of the run, or above several
     """

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from gsm import paths
+from gsm.checkpoint import CheckpointError, is_model
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose, quoted, refuse_unnamed
-from gsm.config.load import CheckpointError, checkpoint_file, digest
+from gsm.config.load import checkpoint_folder, digest
 from gsm.evaluation import commands
 from gsm.evaluation.checkpoints import TRAINED
 from gsm.evaluation.measure import Measure
@@ -85,7 +86,7 @@ class Run:
             return False
         if self.checkpoint:
             known = read_json(self.folder / "summary.json") or {}
-            there = known.get("status") == "finished" and self.checkpoint.is_file()
+            there = known.get("status") == "finished" and is_model(checkpoint_folder(self.checkpoint))
             return there and self._measured().items() <= known.items()
         try:
             config = self.config
@@ -274,13 +275,13 @@ class Experiment:
         for entry in pick(parse_runs(entries)):
             start, after = weights_of.get(entry.after), trial.runs.get(entry.after or "")
             if entry.checkpoint:
-                weights_of[entry.name] = checkpoint_file(entry.checkpoint)
+                weights_of[entry.name] = checkpoint_folder(entry.checkpoint)
             elif entry.measures:
                 assert start, "`parse_runs` takes no evaluation without weights"
                 trial.runs[entry.name] = self._evaluation(trial.folder / entry.name, entry, start, after)
             else:
                 trial.runs[entry.name] = self._training(trial, entry, start, after)
-                weights_of[entry.name] = checkpoint_file(trial.runs[entry.name].folder)
+                weights_of[entry.name] = trial.runs[entry.name].folder
 
     def _training(self, trial: Trial, entry: Entry, start: Path | None, after: Run | None) -> Run:
         """Return a run that trains; arms with runs of one name that train the same share that of the first of them."""
@@ -307,12 +308,12 @@ class Experiment:
         """Return the run, of an arm before, that trains the weights that another one starts from."""
         if not config.get("start_from"):
             return None
-        wanted = checkpoint_file(config["start_from"])
-        named = re.match(r"([^/]+)/seed(\d+)/", os.path.relpath(wanted, self.folder))
+        wanted = Path(config["start_from"])
+        named = re.match(r"([^/]+)/seed(\d+)(?:/|$)", os.path.relpath(wanted, self.folder))
         if not named or named[1] not in self._before(config["arm"]):
             return None
         runs = self.trial(named[1], int(named[2])).runs.values()
-        return next((run for run in runs if run.config and checkpoint_file(run.folder) == wanted), None)
+        return next((run for run in runs if run.config and run.folder in (wanted, *wanted.parents)), None)
 
     def _before(self, arm: str) -> list[str]:
         """Return the arms that stand before this one in the experiment."""

@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 
 from gsm import paths
+from gsm.checkpoint import is_model
 from gsm.config.check import ConfigError, unknown
 from gsm.config.command_line import path_text
 from gsm.config.compose import quoted
-from gsm.config.load import checkpoint_file
+from gsm.config.load import checkpoint_folder
 from gsm.config.naming import label
 from gsm.experiments.entries import (
     NOT_FOR_ARMS,
@@ -283,7 +284,7 @@ class Search:
                 f"arm {self.arm}: tune must be null, as {config['data'].get('_target_')} has no data.held_out"
             )
         start = config.get("start_from")
-        if start and not checkpoint_file(start).is_file():
+        if start and not is_model(checkpoint_folder(start)):
             raise ConfigError(f"arm {self.arm}: start_from must be trained before tuning, with arm=..., got {start}")
         if not self.grid():
             for values in ends(self.space):

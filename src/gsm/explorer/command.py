@@ -36,8 +36,8 @@ def write(
     stage selects, the sources and readers of each entry of the state, and the loss without the state or a stage.
 
     Args:
-        checkpoint: a .ckpt file, the folder of a run, or a packaged model: nano (text), needle_handed_on (the needle
-            model that depends most on its state), needle_gsm, needle_separate_indexer
+        checkpoint: the folder of a run or of one of its steps, or a packaged model: nano (text), needle_handed_on (the
+            needle model that depends most on its state), needle_gsm, needle_separate_indexer
         text: the text. A model of a synthetic task, such as needles, reads a held-out sequence of its task instead
         text_file: a text file, instead of text
         tokens: largest number of tokens of a text, up to 4096 (0: 2048); for a task, the length (0: as in training)

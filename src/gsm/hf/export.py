@@ -13,19 +13,21 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from gsm import __version__
+from gsm.checkpoint import CONFIG, FACTS, TOKENIZER, is_model
 from gsm.config.check import ConfigError
 from gsm.config.command_line import path_text
-from gsm.config.exported import CONFIG, TOKENIZER, weights_in
-from gsm.config.load import checkpoint_file, load_sound_weights, read_checkpoint, tokenizer_of
+from gsm.config.load import checkpoint_folder, load_sound_weights, read_checkpoint, tokenizer_of
 from gsm.data.spelling import byte_of_character
 from gsm.data.tokenizer import END_OF_TEXT, Tokenizer
 from gsm.evaluation.checkpoints import home
-from gsm.experiments.consolidate import WEIGHTS, weights_alone
 from gsm.files import read_json
 from gsm.hf.config import GSMConfig
 from gsm.hf.model import GSMForCausalLM
 from gsm.tables import grid_markdown
 
+WEIGHTS = ("float32", "bfloat16", "float16")
+# The keys of a configuration that build a model, its tokenizer and its data again, and that results name.
+SETTINGS = ("model", "data", "recipe", "size", "trainer", "global_batch", "name", "arm", "seed", "choices", "ngrams")
 NUMBERS = {  # keys of a run's summary that a model card shows, and their labels
     "parameters": "parameters",
     "tokens": "tokens trained on",
@@ -48,7 +50,7 @@ def export(checkpoint: str, to: str, weights: str = "float32") -> Path:
     generate.py, evaluate.py and start_from= read it too.
 
     Args:
-        checkpoint: a .ckpt file, or the folder of a run; or nano, a trained model in the package
+        checkpoint: the folder of a run, or of one of its steps; or nano, a trained model in the package
         to: the folder to write: a new or empty folder, or an earlier export, which is replaced
         weights: data type of the written weights: float32, bfloat16 or float16
 
@@ -56,12 +58,12 @@ def export(checkpoint: str, to: str, weights: str = "float32") -> Path:
         ConfigError, FileNotFoundError: a value out of range, or a file that cannot be used; the message names it.
         OSError: the folder cannot be written.
     """
-    if weights not in WEIGHTS[1:]:
-        raise ConfigError(f"weights={weights} is not allowed. Use {', '.join(WEIGHTS[1:])}")
-    file, folder = checkpoint_file(checkpoint), Path(to)
+    if weights not in WEIGHTS:
+        raise ConfigError(f"weights must be {', '.join(WEIGHTS)}, got {weights}")
+    file, folder = checkpoint_folder(checkpoint), Path(to)
     if folder.is_file():
         raise ConfigError(f"to={to} is not allowed because it is a file. Use a folder")
-    earlier = weights_in(folder) and (read_json(folder / CONFIG) or {}).get("model_type") == GSMConfig.model_type
+    earlier = is_model(folder) and (read_json(folder / CONFIG) or {}).get("model_type") == GSMConfig.model_type
     if folder.is_dir() and any(folder.iterdir()) and not earlier:
         raise ConfigError(
             f"to={to} is not allowed because the folder is not empty and no export. Use a new or an empty folder"
@@ -88,6 +90,16 @@ def export(checkpoint: str, to: str, weights: str = "float32") -> Path:
     (folder / "README.md").write_text(card(settings, file, folder), encoding="utf-8")
     print(f"Written to {path_text(folder)}: {', '.join(sorted(path.name for path in folder.iterdir()))}", flush=True)
     return folder
+
+
+def weights_alone(saved: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return the weights of a checkpoint in a type, the configuration without the places of its run, and the facts."""
+    config = saved["hyper_parameters"]["config"]
+    return {
+        "state_dict": {name: x.to(dtype) if x.is_floating_point() else x for name, x in saved["state_dict"].items()},
+        "hyper_parameters": {"config": {key: config[key] for key in SETTINGS if key in config}},
+        **{key: saved[key] for key in FACTS if key in saved},
+    }
 
 
 def exported_model(settings: Mapping[str, Any], dtype: torch.dtype, tokenizer: Tokenizer | None) -> GSMForCausalLM:

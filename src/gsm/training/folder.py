@@ -17,14 +17,14 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from gsm.checkpoint import check, newest, steps
 from gsm.config import command_line
 from gsm.config.check import ConfigError, contrast, few, flat, parameters, shortened, unlike
 from gsm.config.decisive import decides
-from gsm.config.load import LAST, CheckpointError, checkpoint_file, read_checkpoint
+from gsm.config.load import CheckpointError, checkpoint_folder, read_checkpoint
 from gsm.files import damage, read_json, sweep
 from gsm.training import weights
-from gsm.training.distributed import shards
-from gsm.training.resume import STATE, sequences_a_step
+from gsm.training.resume import STATE
 
 MARKS = {"summary.json", "checkpoints"}  # every folder of a run that has begun has at least one
 # Files of a run without a checkpoint.
@@ -58,9 +58,7 @@ class Start:
     remedy: str = "resume=never to start over"
 
 
-def prepare(
-    config: Mapping[str, Any], leads: bool = True, fingerprint: Fingerprint | None = None, world: int = 1
-) -> Start:
+def prepare(config: Mapping[str, Any], leads: bool = True, fingerprint: Fingerprint | None = None) -> Start:
     """Decide, by ``config["resume"]``, whether to go on or to start over; nothing is moved yet.
 
     * ``auto``: an unfinished run goes on from its last checkpoint, if it is of the same configuration and data; ranks
@@ -71,7 +69,6 @@ def prepare(
         config: a composed configuration.
         leads: whether this process may remove what a killed process has half written.
         fingerprint: makes the fingerprint of the data; None: do not compare.
-        world: ranks that are to train.
 
     Raises:
         CheckpointError: the checkpoint to go on from cannot be read, or is of another configuration or other data.
@@ -83,18 +80,17 @@ def prepare(
     if leads:
         if sentence := damage(folder / "summary.json"):
             print(sentence, file=sys.stderr, flush=True)
-        sweep(folder, folder / "checkpoints")
-        shards.sweep(folder / "checkpoints")
-    last = folder / LAST
-    if config["resume"] == "never" or not (last.is_file() or last.with_name("best.ckpt").is_file()):
-        return _over(config, fingerprint, world)
+        sweep(folder)
+    last = newest(folder) if config["resume"] != "never" else None
+    if last is None:
+        return _over(config, fingerprint)
     checkpoint = _read_last(last)
-    changes = _changes(checkpoint, config, fingerprint, world)
+    changes = _changes(checkpoint, config, fingerprint)
     step = checkpoint["global_step"]
     if _status(folder) == "finished":
         if changes:
             reason = f": it is finished and its configuration differs in {few(changes)}"
-            return replace(_over(config, fingerprint, world), reason=reason)
+            return replace(_over(config, fingerprint), reason=reason)
         return Start(sentence=f"The run in {folder} is finished already (resume=never trains it again).", finished=True)
     if changes:
         raise CheckpointError(
@@ -115,9 +111,10 @@ def finished(config: Mapping[str, Any], fingerprint: Fingerprint | None = None) 
     Raises CheckpointError where a run was finished, but its checkpoint is broken.
     """
     folder = Path(config["folder"])
-    if _status(folder) != "finished" or not (folder / LAST).is_file():
+    last = newest(folder) if _status(folder) == "finished" else None
+    if last is None:
         return False
-    checkpoint = _read(folder / LAST, verify=False)
+    checkpoint = _read(last, verify=False)
     there, here = _config(checkpoint)["data"], config["data"]
     moved = any(there.get(key) != here.get(key) for key in CONTENTS)
     return not _changes(checkpoint, config, fingerprint if moved else None)
@@ -220,7 +217,7 @@ def _status(folder: Path) -> str | None:
 
 
 def _changes(
-    checkpoint: Mapping[str, Any], config: Mapping[str, Any], fingerprint: Fingerprint | None = None, world: int = 1
+    checkpoint: Mapping[str, Any], config: Mapping[str, Any], fingerprint: Fingerprint | None = None
 ) -> list[str]:
     """Return the differences between the run of the folder and this configuration, data and start.
 
@@ -232,20 +229,15 @@ def _changes(
         if before["trainer"].get(MEASURED) != config["trainer"].get(MEASURED):
             changes.append(f"trainer.{MEASURED}")
     else:
-        changes = _trained_otherwise(checkpoint, config, world)
+        changes = _trained_otherwise(checkpoint, config)
     changes += _other_weights(checkpoint, config)
     return changes or _other_data(checkpoint, fingerprint)
 
 
-def _trained_otherwise(
-    checkpoint: Mapping[str, Any], config: Mapping[str, Any], world: int, branches: bool = False
-) -> list[str]:
-    """Return the differences from an earlier training, on ``world`` ranks; a step may be divided otherwise."""
-    theirs, before = _config(checkpoint), checkpoint[STATE]["world"]
-    before_step, now_step = sequences_a_step(theirs, before), sequences_a_step(config, world)
-    ranks = "" if before == world else f", shared out among {before} and {world}"
-    steps = [] if before_step == now_step else [f"sequences a step ({before_step} there, {now_step} here{ranks})"]
-    return steps + differences(theirs, config, branches, divided=before_step == now_step)
+def _trained_otherwise(checkpoint: Mapping[str, Any], config: Mapping[str, Any], branches: bool = False) -> list[str]:
+    """Return the differences from an earlier training; a step may be divided otherwise."""
+    theirs = _config(checkpoint)
+    return differences(theirs, config, branches, divided=theirs["global_batch"] == config["global_batch"])
 
 
 def _at_its_paths(
@@ -259,10 +251,10 @@ def _at_its_paths(
     return {**config, "data": {**here, **same}}
 
 
-def _over(config: Mapping[str, Any], fingerprint: Fingerprint | None, world: int) -> Start:
+def _over(config: Mapping[str, Any], fingerprint: Fingerprint | None) -> Start:
     """Start from nothing, or as a branch from its checkpoint. Raises ConfigError for files that are not a run's."""
-    path = checkpoint_file(config["start_from"]) if config.get("start_from") else None
-    start = _branch(path, config, fingerprint, world) if path and weights.is_branch(config) else Start()
+    path = checkpoint_folder(config["start_from"]) if config.get("start_from") else None
+    start = _branch(path, config, fingerprint) if path and weights.is_branch(config) else Start()
     return _making_room(start, Path(config["folder"]), path)
 
 
@@ -284,11 +276,11 @@ def _making_room(start: Start, folder: Path, source: Path | None) -> Start:
     return replace(start, moves=bool(names))
 
 
-def _branch(path: Path, config: Mapping[str, Any], fingerprint: Fingerprint | None, world: int) -> Start:
+def _branch(path: Path, config: Mapping[str, Any], fingerprint: Fingerprint | None) -> Start:
     """Start with everything in a checkpoint. Raises CheckpointError where it is of another training."""
     checkpoint, remedy = _read(path), "start_fresh=true to take the weights alone"
     config = _at_its_paths(checkpoint, config, fingerprint)
-    changes = _trained_otherwise(checkpoint, config, world, branches=True) or _other_data(checkpoint, fingerprint)
+    changes = _trained_otherwise(checkpoint, config, branches=True) or _other_data(checkpoint, fingerprint)
     if changes:
         raise CheckpointError(
             f"{path} cannot go on with this configuration: it differs in {few(changes)}. Use its values, or {remedy}."
@@ -303,26 +295,24 @@ def _branch(path: Path, config: Mapping[str, Any], fingerprint: Fingerprint | No
 
 
 def _read(path: Path, verify: bool = True) -> dict[str, Any]:
-    """Return a checkpoint to go on from. Raises CheckpointError for one without its configuration or its ranks."""
-    checkpoint = read_checkpoint(path, mmap=True, verify=verify)
-    for part, held, key in (("trainer", _config(checkpoint), "max_steps"), (STATE, checkpoint, "world")):
-        if key not in held.get(part, {}):
-            raise CheckpointError(f"training cannot go on from {path} because its {part}.{key} is missing")
+    """Return the facts of a checkpoint to go on from. Raises CheckpointError for one that no training goes on from."""
+    checkpoint = read_checkpoint(path, weights=False)
+    if STATE not in checkpoint:
+        raise CheckpointError(f"training cannot go on from {path}: it is a model alone")
+    if verify:
+        check(path)
     return checkpoint
 
 
 def _read_last(last: Path) -> dict[str, Any]:
-    """Return ``last.ckpt``; where it is broken or gone, the error names the remedies."""
+    """Return the last step; where it is broken, the error names the remedies."""
     try:
         return _read(last)
     except (CheckpointError, FileNotFoundError) as error:
         remedy = "resume=never starts over"
-        with contextlib.suppress(CheckpointError, FileNotFoundError):
-            best = last.with_name("best.ckpt")
-            step = _read(best)["global_step"]
-            remedy = (
-                f"start_from={best} start_fresh=false name=NAME goes on from step {step} in another folder, {remedy}"
-            )
+        before = [step for step in steps(last.parent.parent) if step != last]
+        if before:
+            remedy = f"without the folder {last} the run goes on from {before[-1].name}, {remedy}"
         raise CheckpointError(f"{error}; {remedy}") from error
 
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from gsm.config.check import few
 from gsm.errors import ConfigError, within
 from gsm.shapes import promoted
 
@@ -215,6 +216,39 @@ def check_groups(model: nn.Module, groups: Mapping[str, Sequence[nn.Parameter]])
         raise ValueError(
             f"parameter_groups() of {type(model).__name__} leaves out {missing} or names a parameter twice"
         )
+
+
+def by_name(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved state by the names of parameters as PyTorch's, by their numbers in this optimiser.
+
+    A hook for ``load_state_dict``, which compares neither names nor shapes.
+
+    Raises ConfigError for a state of other parameters.
+    """
+    kept, state = {group["name"]: group for group in saved["param_groups"]}, saved["state"]
+    named = {
+        name: p
+        for group in optimizer.param_groups
+        for name, p in zip(group["param_names"], group["params"], strict=True)
+    }
+    unlike = [name for name in state if name not in named]
+    for group in optimizer.param_groups:
+        unlike += set(group["param_names"]) ^ set(kept.get(group["name"], {"param_names": []})["param_names"])
+    unlike += [
+        f"{entry} of {name}"
+        for name, entries in state.items()
+        for entry, x in entries.items()
+        if name in named and x.shape not in ((), named[name].shape)
+    ]
+    if unlike:
+        raise ConfigError(f"the optimiser's state is of another model: {few(sorted(unlike))} differ")
+    numbers = {name: number for number, name in enumerate(named)}
+    groups = [
+        {**kept[group["name"]], "params": [numbers[name] for name in group["param_names"]]}
+        | {"param_names": group["param_names"]}
+        for group in optimizer.param_groups
+    ]
+    return {"state": {numbers[name]: entries for name, entries in state.items()}, "param_groups": groups}
 
 
 class Together(torch.optim.Optimizer):

@@ -20,11 +20,8 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from gsm.errors import ConfigError
-from gsm.training.distributed.ranks import sharing
 
-FORMAT = 2  # version of the content of checkpoints
 STATE = "training_state"  # key in a checkpoint of the state that this file adds
-ENTRIES = "optimizer_entries"  # key of the names of each parameter's entries in the optimiser's state
 
 
 def ends_step(trainer: lightning.Trainer) -> bool:
@@ -37,12 +34,6 @@ def ends_interval(trainer: lightning.Trainer) -> bool:
     """Return whether the last batch ended a step with logged metrics: every ``log_every_n_steps``th, or the last."""
     step, every = trainer.global_step, trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
     return ends_step(trainer) and (step % every == 0 or 0 < trainer.max_steps <= step)
-
-
-def sequences_a_step(config: Mapping[str, Any], world: int) -> int | None:
-    """Return the sequences of one step on ``world`` ranks; None where the data have no batches."""
-    batch = config["data"].get("batch_size")
-    return config["global_batch"] or (batch and batch * world)
 
 
 class ResumeState(lightning.Callback):
@@ -64,14 +55,10 @@ class ResumeState(lightning.Callback):
     def on_save_checkpoint(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add the format, the RNG states, the number of ranks that share out sequences, and the names of the
-        optimiser's entries, so that an error can name a missing entry."""
-        checkpoint["format"] = FORMAT
+        """Add the RNG states, the precision, and whether a callback has ended the run."""
         ended = trainer.should_stop and trainer.global_step < trainer.max_steps
-        facts = {"world": sharing(trainer)[0], "precision": str(trainer.precision), "ended": ended}
+        facts = {"precision": str(trainer.precision), "ended": ended}
         checkpoint[STATE] = {"random": random_states(pl_module.device), **facts}
-        states = (state["state"] for state in checkpoint["optimizer_states"])
-        checkpoint[ENTRIES] = [{number: sorted(entry) for number, entry in state.items()} for state in states]
 
     def on_load_checkpoint(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
@@ -126,19 +113,19 @@ def hide_after(logger: TensorBoardLogger, step: int) -> None:
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """Return the states of the default random number generators of this process, as plain containers and tensors."""
+    """Return the states of the default random number generators of this process, as plain containers."""
     kind, keys, *rest = np.random.get_state(legacy=True)
-    states = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    states["numpy"] = [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest]
-    return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+    states: dict[str, Any] = {"torch": torch.get_rng_state().tolist(), "python": random.getstate()}
+    states["numpy"] = [str(kind), np.asarray(keys).tolist(), *rest]
+    return states | ({"cuda": torch.cuda.get_rng_state(device).tolist()} if device.type == "cuda" else {})
 
 
 def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
     """Restore them; a GPU's only from a checkpoint that was written on a GPU."""
-    torch.set_rng_state(states["torch"])
+    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    np.random.set_state((kind, np.asarray(keys, np.uint32), *rest))
     if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
+        torch.cuda.set_rng_state(torch.tensor(states["cuda"], dtype=torch.uint8), device)

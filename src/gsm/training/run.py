@@ -27,7 +27,6 @@ from gsm.config.command_line import again
 from gsm.config.decisive import LOCAL, decides
 from gsm.config.handed import hand_on, handed_on
 from gsm.config.load import (
-    LAST,
     CheckpointError,
     instantiate,
     instantiate_data,
@@ -50,14 +49,13 @@ from gsm.training.callbacks.checkpoints import Latest
 from gsm.training.callbacks.interruption import Interrupted, Interruption
 from gsm.training.callbacks.summary import Summary
 from gsm.training.callbacks.tensorboard import Hyperparameters
-from gsm.training.distributed import ranks, shards
+from gsm.training.distributed import ranks
 from gsm.training.distributed.sharded import Sharded
 from gsm.training.folder import Start, identity, locked, make_room, moving_back, note, prepare
 from gsm.training.heap import keep_freed
 from gsm.training.module import LanguageModeling
 from gsm.training.optimizer import AdamW
-from gsm.training.resume import ResumeState, sequences_a_step
-from gsm.training.state import refuse_other_state
+from gsm.training.resume import ResumeState
 from gsm.training.trainer import build, meet, quiet, refuse_divided
 from gsm_kernels import explain
 
@@ -81,8 +79,8 @@ class Parts:
 def train(config: Mapping[str, Any]) -> dict[str, Any]:
     """Train by a composed configuration (``gsm.config.compose.compose``) and return the content of ``summary.json``.
 
-    Leaves in ``config["folder"]``: ``checkpoints/last.ckpt`` and ``best.ckpt``, TensorBoard events, ``metrics.csv`` and
-    ``summary.json``.
+    Leaves in ``config["folder"]``: ``checkpoints/`` with the last step and the best one, TensorBoard events,
+    ``metrics.csv`` and ``summary.json``.
 
     Raises:
         ConfigError: a part refuses its values; the run in the folder has another configuration, other data or another
@@ -110,7 +108,7 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
         def decide() -> Start:
             if leads:
                 stack.enter_context(locked(folder))
-            return prepare(config, leads, lambda: data().fingerprint(), ranks.sharing(trainer)[0])
+            return prepare(config, leads, lambda: data().fingerprint())
 
         start = ranks.agreed(decide)  # rank 0 alone inspects the folder: files may be removed at the same time
         if start.finished:
@@ -212,8 +210,6 @@ def assemble(
     refuse_divided(trainer, task)
     if trainer.strategy.root_device.type == "cpu":
         keep_freed()
-    if start.checkpoint:
-        refuse_other_state(start.checkpoint, task, config["trainer"].get("precision"), start.remedy)
     return Parts(config, data, model, task, trainer, summary)
 
 
@@ -246,7 +242,7 @@ def _fit(parts: Parts, start: Start) -> None:
     Signals become exit codes with a sentence on the way to continue; Lightning's refusals become ConfigError.
     """
     trainer, folder = parts.trainer, Path(parts.config["folder"]).resolve()
-    goes_on_here = start.checkpoint is not None and start.checkpoint.resolve() == folder / LAST
+    goes_on_here = start.checkpoint is not None and start.checkpoint.resolve().parent.parent == folder
     for latest in find(trainer, Latest):
         latest.saved = start.step if goes_on_here else None
     for state in find(trainer, ResumeState):
@@ -263,7 +259,7 @@ def _fit(parts: Parts, start: Start) -> None:
         with env_override({PARENT: str(os.getpid()), **hand_on(parts.config)}):
             trainer.fit(parts.task, datamodule=parts.data, ckpt_path=start.checkpoint, weights_only=True)
         if start.checkpoint and not goes_on_here and start.step >= trainer.max_steps:
-            # Lightning has skipped all hooks: there is no curve and no last.ckpt yet.
+            # Lightning has skipped all hooks: there is no curve and no saved step yet.
             trainer.validate(parts.task, datamodule=parts.data, verbose=False)
             for latest in find(trainer, Latest):
                 latest.save(trainer)
@@ -276,7 +272,7 @@ def _fit(parts: Parts, start: Start) -> None:
         else:
             say_farewell()
         raise SystemExit(_exit_code(stop)) from stop
-    except shards.DamagedParts as error:
+    except CheckpointError as error:
         raise CheckpointError(f"{error}; use {start.remedy}") from error
 
 
@@ -312,7 +308,7 @@ def _conclude(parts: Parts) -> dict[str, Any]:
         why = f"a callback ended it at step {trainer.global_step} of {trainer.max_steps}{''.join(said)}"
     if isinstance(trainer.strategy, Sharded):  # the other ranks end now, so this one loads the whole model
         whole = instantiate_model(config)
-        load_weights(whole, read_checkpoint(config["callbacks"]["latest"]["path"]))
+        load_weights(whole, read_checkpoint(config["folder"]))
         parts = replace(parts, model=whole)
     model = parts.model.to(trainer.strategy.root_device).eval()
     facts: dict[str, Any] = {**dict.fromkeys(MEASURES), "overlap": None}
@@ -353,7 +349,7 @@ def _memory(parts: Parts) -> dict[str, Any]:
 def _ngrams(parts: Parts) -> dict[str, float | None]:
     """Return the bits per byte of n-gram models, counted on exactly the tokens that this run has consumed."""
     data, steps = parts.data, parts.trainer.global_step
-    sequences = steps * (sequences_a_step(parts.config, ranks.sharing(parts.trainer)[0]) or 0)
+    sequences = steps * parts.config["global_batch"]
     few = parts.config["ngrams"] and data.tokenizer and sequences * data.context <= MOST_COUNTED
     consumed = data.consumed(sequences) if few else None
     if consumed is None or data.tokenizer is None or data.bytes_per_token is None:

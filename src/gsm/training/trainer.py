@@ -19,7 +19,7 @@ from gsm.config.load import construct, instantiate, sketch
 from gsm.errors import within
 from gsm.layers.experts import Experts, ways_to_divide
 from gsm.training.callbacks import find
-from gsm.training.callbacks.checkpoints import Latest, WholeFiles
+from gsm.training.callbacks.checkpoints import Folders, Latest
 from gsm.training.callbacks.interruption import Interruption
 from gsm.training.callbacks.summary import Summary
 from gsm.training.distributed.ranks import sharing
@@ -69,7 +69,7 @@ def build(config: Mapping[str, Any], summary: Summary) -> lightning.Trainer:
     loggers = [instantiate(node, f"logger.{name}") for name, node in config["logger"].items() if node]
     nodes = chosen.pop("plugins", None) or []
     plugins = [instantiate(node, "trainer.plugins") for node in (nodes if isinstance(nodes, list) else [nodes])]
-    plugins.append(WholeFiles())
+    plugins.append(Folders())
     if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
         plugins.append(SLURMEnvironment(auto_requeue=False))  # it would save in the middle of a step: Interruption does
     make = instantiate({**chosen, "_partial_": True}, "trainer")

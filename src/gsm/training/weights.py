@@ -18,7 +18,6 @@ from gsm.config.load import CheckpointError, digest, load_weights, misfits, read
 from gsm.data.module import chosen_tokenizer
 from gsm.data.tokenizer import Tokenizer
 from gsm.models.base import LanguageModel
-from gsm.training.resume import STATE, sequences_a_step
 
 
 def take(model: LanguageModel, path: str, config: Mapping[str, Any]) -> None:
@@ -59,7 +58,7 @@ def tokenizer(path: str, data: Mapping[str, Any]) -> Tokenizer | None:
 
     Raises as `take` does, and ConfigError if `data` names another tokenizer.
     """
-    saved = read_checkpoint(path, mmap=True)
+    saved = read_checkpoint(path, weights=False)
     if not saved.get("tokenizer"):
         return None
     kept, named = tokenizer_of(saved, path), data.get("tokenizer")
@@ -79,19 +78,18 @@ def first_sequence(config: Mapping[str, Any], checkpoint: Path | None) -> int:
     It lies behind the sequences of the run that it starts from. With another seed or context these are others, and the
     place is 0.
     """
-    saved = read_checkpoint(checkpoint or config["start_from"], mmap=True)
+    saved = read_checkpoint(checkpoint or config["start_from"], weights=False)
     before, there = saved.get("first_sequence", 0), saved["hyper_parameters"]["config"]
     if checkpoint:
         return before
     if any(there.get("data", {}).get(key) != config["data"].get(key) for key in ("seed", "context")):
         return 0
-    a_step = sequences_a_step(there, saved.get(STATE, {}).get("world", 1)) or 0
-    return before + saved["global_step"] * a_step
+    return before + saved["global_step"] * there["global_batch"]
 
 
 def describe_start(path: str) -> str:
     """Return the sentence that names the start of a run. Raises as `take` does."""
-    return f"Starting from the weights of {path}, step {read_checkpoint(path, mmap=True)['global_step']}."
+    return f"Starting from the weights of {path}, step {read_checkpoint(path, weights=False)['global_step']}."
 
 
 def begins(config: Mapping[str, Any]) -> str | None:

@@ -1,8 +1,7 @@
-"""``last.ckpt`` and ``best.ckpt``, each there as a whole or not at all, whenever the process or the machine stops.
+"""The steps that a run keeps (``gsm.checkpoint``): the last one, from which it goes on, and the best one.
 
-Lightning's ``ModelCheckpoint`` writes neither. It saves in ``on_train_batch_end``, before the metrics of that step are
-logged. It writes ``last.ckpt`` only together with a new best one. If the disk refuses the writing rank, all other ranks
-wait forever. A user's own ``ModelCheckpoint`` beside these callbacks works.
+Lightning's ``ModelCheckpoint`` saves in ``on_train_batch_end``, before the metrics of that step are logged. If the disk
+refuses the writing rank, all other ranks wait forever. A user's own ``ModelCheckpoint`` beside these callbacks works.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 
+from gsm import checkpoint as checkpoints
 from gsm.errors import ConfigError
-from gsm.files import save_whole
-from gsm.training.distributed import ranks, shards
+from gsm.training.distributed import ranks
 from gsm.training.distributed.sharded import Sharded
 from gsm.training.resume import ends_interval
 
@@ -29,27 +28,27 @@ MODES = {"val/loss": "min", "val/perplexity": "min", "val/bits_per_byte": "min",
 
 
 class Latest(Checkpoint):
-    """``last.ckpt``, from which an interrupted run goes on.
+    """The last step, from which an interrupted run goes on.
 
     Saved where nothing is pending (``gsm.training.resume``): at the end of a logging interval, after the validation
     that may follow it, if one was validated since the last save or it is time to; and after the last step. An
     interruption costs the training since then: ``minutes``, and at most one logging interval more.
 
     Args:
-        path: of the file.
+        folder: of the run.
         minutes: how much training an interruption may cost.
         share: largest share of the time that saving may take; a slow save is done less often than every ``minutes``.
 
     Attributes:
-        saved: the step that the file is of, None before this process has saved it or gone on from it.
+        saved: that step; None before this process has saved one or gone on from it.
         settled: whether nothing is pending, between two batches.
     """
 
-    def __init__(self, path: str | os.PathLike[str], minutes: float = 2.0, share: float = 0.05) -> None:
+    def __init__(self, folder: str | os.PathLike[str], minutes: float = 2.0, share: float = 0.05) -> None:
         for name, value in (("minutes", minutes), ("share", share)):
             if value <= 0:
                 raise ConfigError(f"{name}={value} is not allowed because it is not positive. Use a number above 0.")
-        self.path, self.minutes, self.share = Path(path), minutes, share
+        self.folder, self.minutes, self.share = Path(folder), minutes, share
         self.saved: int | None = None
         self.settled = True
         self._validated = False  # since the last save
@@ -80,35 +79,44 @@ class Latest(Checkpoint):
                 self.save(trainer)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Save the last step where no validation followed it."""
+        """Save the last step where no validation followed it; after it nothing is pending."""
+        self.settled = True
         self.save(trainer)
+
+    def on_save_checkpoint(self, trainer: lightning.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Note whether a run can go on from here, or only the model is of use."""
+        checkpoint["settled"] = self.settled
 
     def save(self, trainer: lightning.Trainer) -> None:
         """Save, unless this step is saved already, or none was done."""
         if trainer.global_step in (0, self.saved):
             return
         start = time.monotonic()
-        save(trainer, self.path)
+        save(trainer, self.folder)
         self._since, self.saved, self._validated = time.monotonic(), trainer.global_step, False
         self._took = self._since - start
 
 
 class Best(Checkpoint):
-    """``best.ckpt``: saved after a validation that is better than all before it, of this run and its earlier parts.
+    """The best step: saved after a validation that is better than all before it, of this run and its earlier parts.
 
     Args:
-        path: of the file.
+        folder: of the run.
         monitor: the metric to judge by.
         mode: whether it should be low or high: min, max; None: that of ``MODES``.
+
+    Attributes:
+        step: the best one; None before the first.
     """
 
-    def __init__(self, path: str | os.PathLike[str], monitor: str = "val/loss", mode: str | None = None) -> None:
+    def __init__(self, folder: str | os.PathLike[str], monitor: str = "val/loss", mode: str | None = None) -> None:
         mode = mode or MODES.get(monitor)
         if mode not in ("min", "max"):
             raise ConfigError(
                 f"mode must be min or max for monitor={monitor}, got {mode}; {', '.join(MODES)} need none"
             )
-        self.path, self.monitor, self.mode = Path(path), monitor, mode
+        self.folder, self.monitor, self.mode = Path(folder), monitor, mode
+        self.step: int | None = None
         self.lowest = math.inf  # of the metric, or of its negative
 
     @property
@@ -128,42 +136,45 @@ class Best(Checkpoint):
             )
         value = float(trainer.callback_metrics[self.monitor]) * (1 if self.mode == "min" else -1)
         if value < self.lowest:
-            self.lowest = value
-            save(trainer, self.path)
+            self.lowest, self.step = value, trainer.global_step
+            save(trainer, self.folder)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the verdict so far."""
-        return {"lowest": self.lowest}
+        return {"lowest": self.lowest, "step": self.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint; in a folder without ``best.ckpt`` any model is the best."""
-        self.lowest = state_dict["lowest"] if self.path.is_file() else math.inf
+        """Go on from a checkpoint; in a folder without the best step any model is the best."""
+        if checkpoints.step_folder(self.folder / "checkpoints", state_dict["step"] or 0).is_dir():
+            self.lowest, self.step = state_dict["lowest"], state_dict["step"]
 
 
-class WholeFiles(TorchCheckpointIO):
-    """Write a trainer's checkpoints with ``gsm.files.replacing``, and read them.
-
-    Lightning's own way goes through the system's temporary folder. Where that is another disk, the last step is a copy,
-    which can be cut off; and a process that is killed leaves its gigabytes there.
-    """
+class Folders(CheckpointIO):
+    """Lightning's checkpoints as folders (``gsm.checkpoint``), on one device and with DDP."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None):
-        """Make the whole file in memory first: PyTorch's writer hides why a disk refuses. Raises OSError."""
+        """Write a folder. Raises OSError."""
         if storage_options is not None:
-            raise TypeError(f"storage_options is {storage_options!r}, but a checkpoint on a local disk takes none")
-        save_whole(checkpoint, path)
+            raise TypeError(f"storage_options must be None for a checkpoint on a local disk, got {storage_options!r}")
+        checkpoints.write(Path(path), checkpoint)
 
     def load_checkpoint(self, path: str | os.PathLike[str], *arguments: Any, **options: Any) -> dict[str, Any]:
-        """Load a checkpoint; several ranks may have written it in parts."""
-        return shards.whole(super().load_checkpoint(str(path), *arguments, **options), Path(path))
+        """Read a folder, onto the CPU. Raises CheckpointError."""
+        return checkpoints.read(Path(path))
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove a folder."""
+        checkpoints.remove(Path(path))
 
 
-def save(trainer: lightning.Trainer, path: Path) -> None:
-    """Call ``trainer.save_checkpoint``, once the files of all loggers are on the disk.
+def save(trainer: lightning.Trainer, run: Path) -> None:
+    """Save this step of a run, unless it is there, once the files of all loggers are on the disk; then remove the steps
+    that are neither the last nor the best.
 
-    If the writing rank fails, for example by an OSError, all ranks raise: the others would wait for it until a launcher
-    ends them. Ranks that write their own shares agree on a failure by themselves.
+    If a rank fails, for example by an OSError, all ranks raise: the others would wait for it until a launcher ends
+    them.
     """
+    folder = checkpoints.step_folder(run / "checkpoints", trainer.global_step)
 
     def flush() -> None:
         for logger in trainer.loggers:
@@ -171,16 +182,25 @@ def save(trainer: lightning.Trainer, path: Path) -> None:
 
     def write() -> None:
         try:
-            trainer.save_checkpoint(path, weights_only=False)
+            trainer.save_checkpoint(folder, weights_only=False)
         except Exception:  # whatever it is, the others wait for this rank at the end of `save_checkpoint`
             trainer.strategy.barrier()
             raise
 
     _all_or_none(trainer, flush)
+    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    latest = [part for part in callbacks if isinstance(part, Latest)]
+    settled = all(part.settled for part in latest)
+    there = checkpoints.read_state(folder) if trainer.is_global_zero else None
+    if trainer.strategy.broadcast(there is not None and there.get("settled", True) == settled):
+        return
     if isinstance(trainer.strategy, Sharded):
-        trainer.save_checkpoint(path, weights_only=False)
+        trainer.save_checkpoint(folder, weights_only=False)
     else:
         _all_or_none(trainer, write)
+    if trainer.is_global_zero:
+        kept = {trainer.global_step, *(part.step for part in callbacks if isinstance(part, Best))}
+        checkpoints.sweep(run, kept if settled else {*kept, *(part.saved for part in latest)})
 
 
 def _all_or_none(trainer: lightning.Trainer, action: Callable[[], None]) -> None:

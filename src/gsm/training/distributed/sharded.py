@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import uuid
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed.checkpoint as dcp
-from lightning import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
+from gsm import checkpoint as checkpoints
 from gsm.errors import within
-from gsm.files import save_whole
+from gsm.files import write_json
 from gsm.layers.block import Block
 from gsm.layers.experts import Experts
 from gsm.models.aggregation import Stage
 from gsm.models.base import LanguageModel
-from gsm.training.distributed import ranks, shards
+from gsm.training.distributed import ranks
 
 if TYPE_CHECKING:
     from gsm.context import Context
@@ -35,7 +32,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Sharded(ModelParallelStrategy):
-    """Divide a model among all ranks, and save it in parts.
+    """Divide a model among all ranks, and save it together.
 
     A block's weights are gathered when its forward or backward begins, and given back when it ends; gradients are
     averaged and divided at once. Experts lie in their block and are divided like everything else: every rank computes
@@ -80,7 +77,6 @@ class Sharded(ModelParallelStrategy):
         self.experts = experts
         self._context: Context | None = None
         self._group: Any = None  # of the hosts: no GPU is waited for
-        self._names: list[str] = []  # names of the optimiser's parameters, in its order
 
     def setup_environment(self) -> None:
         """All ranks share the model, and groups of neighbours sequences: to Lightning these are tensor-parallel ones,
@@ -134,13 +130,6 @@ class Sharded(ModelParallelStrategy):
                 shard_placement_fn=lambda _: Shard(1),
             )
 
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        """Note the names of the optimiser's parameters, while the model still has these parameters."""
-        super().setup_optimizers(trainer)
-        names = {id(parameter): name for name, parameter in self._parameters().items()}
-        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        self._names = [names[id(parameter)] for group in groups for parameter in group["params"]]
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return weights and buffers; this rank's share of divided ones."""
         assert self.lightning_module is not None
@@ -151,74 +140,79 @@ class Sharded(ModelParallelStrategy):
         return (optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Write this rank's share, then the small file, and remove parts that no file stands for.
+        """Write the folder of a checkpoint together: every rank writes whole tensors, and about as many bytes.
 
-        All ranks wait for the small file (launchers kill the rank that writes as soon as another has ended for a
-        signal), and all raise its error. Raises OSError.
+        All ranks wait for the whole of it (launchers kill the rank that writes as soon as another has ended for a
+        signal), and all raise the error of any. Raises OSError.
         """
-        path, group = Path(filepath), self._host_group()
-        tensors, rest = shards.take_apart(checkpoint, self._names)
-        name = self.broadcast(f"{checkpoint['global_step']:08}-{uuid.uuid4().hex[:8]}")
-        folder = path.parent / shards.FOLDER / name
-        writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        try:
-            dcp.save(shards.separate(tensors), storage_writer=writer, process_group=group)
-        except CheckpointException as error:  # a BaseException, not an Exception
-            causes = [cause for cause, _ in error.failures.values()]
-            refused = next((cause for cause in causes if isinstance(cause, OSError)), None)
-            raise refused or RuntimeError(f"a checkpoint could not be written: {causes[0]}") from error
-        of_ranks: list[dict[str, list[int]]] = [{}] * self.world_size
-        torch.distributed.all_gather_object(of_ranks, shards.described(folder, self.global_rank), group)
-        files = {part: description for of_rank in of_ranks for part, description in of_rank.items()}
+        folder, group = Path(filepath), self._host_group()
+        weights, others, rest = checkpoints.split(checkpoint)
+        ranks.agreed(lambda: checkpoints.prepare(folder), group)
+        written: Any = {}
+        index: dict[str, str] = {}  # file by the name of a weight
+        for first, tensors in ((checkpoints.WEIGHTS, weights), (checkpoints.OTHERS, others)):
+            stem, owners = first.partition(".")[0], shared_out(tensors, self.world_size)
+            files = [f"{stem}-{rank + 1:05}-of-{self.world_size:05}.safetensors" for rank in range(self.world_size)]
+            if first == checkpoints.WEIGHTS:
+                index = {name: files[owners[name]] for name in tensors}
+            mine = {}
+            for name, value in tensors.items():  # in the same order on all ranks, which gather it together
+                whole = undivided(value)
+                if owners[name] == self.global_rank:
+                    mine[name] = whole.cpu()
+            try:
+                if isinstance(written, dict):
+                    written[files[self.global_rank]] = checkpoints.write_tensors(folder / files[self.global_rank], mine)
+            except Exception as error:  # the others are on their way to gather the next tensors
+                written = ranks.portable(error)
+        of_ranks: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(of_ranks, written, group)
+        for of_rank in of_ranks:
+            if isinstance(of_rank, Exception):
+                raise of_rank
 
         def write() -> None:
-            save_whole({**rest, shards.FOLDER: {"folder": name, "names": self._names, "files": files}}, path)
-            shards.sweep(path.parent)
+            write_json(folder / checkpoints.INDEX, {"metadata": {}, "weight_map": index})
+            known = {name: facts for of_rank in of_ranks for name, facts in of_rank.items()}
+            known[checkpoints.INDEX] = checkpoints.checksum(folder / checkpoints.INDEX)
+            checkpoints.complete(folder, rest, known)
 
         ranks.agreed(write, group)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = True) -> dict[str, Any]:
-        """Take up weights and the optimiser's state: of parts or of one file, from any number of ranks."""
-        path = Path(checkpoint_path)
-        checkpoint = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
-        owners = {key: value for key, value in self._parameters().items() if isinstance(value, DTensor)}
-        if shards.FOLDER in checkpoint:
-            kinds = shards.kinds(checkpoint, path).items()
-            tensors = {key: _room(size, dtype, _owner(owners, key, size)) for key, (size, dtype) in kinds}
-            shards.fill(tensors, checkpoint, path, process_group=self._host_group())
-        else:
-            tensors, _ = shards.take_apart(checkpoint, self._names)
-            tensors = {key: _share(value, _owner(owners, key, value.shape)) for key, value in tensors.items()}
-        rest = {"optimizer_states": checkpoint["optimizer_states"]}
-        states = shards.put_together(rest, tensors, self._names)
+        """Take up weights and the optimiser's state, of any number of ranks: every rank reads every tensor, one at a
+        time, and keeps its share."""
+        folder = Path(checkpoint_path)
         assert self.lightning_module is not None
-        self.lightning_module.load_state_dict(states["state_dict"])
-        for optimizer, state in zip(self.optimizers, states["optimizer_states"], strict=False):
+        named = self.lightning_module.named_parameters(remove_duplicate=False)
+        owners = {key: value for key, value in named if isinstance(value, DTensor)}
+        content = checkpoints.read(folder, lambda name, value: _share(value, _owner(owners, name, value.shape)))
+        self.lightning_module.load_state_dict(content["state_dict"])
+        for optimizer, state in zip(self.optimizers, content["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
-        return {**checkpoint, "state_dict": {}, "optimizer_states": []}
+        return {**content, "state_dict": {}, "optimizer_states": []}
 
     def _host_group(self) -> Any:
         if self._group is None:
             self._group = torch.distributed.new_group(backend="gloo")
         return self._group
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        assert self.lightning_module is not None
-        return dict(self.lightning_module.named_parameters(remove_duplicate=False))
+
+def shared_out(tensors: Mapping[str, Tensor], world: int) -> dict[str, int]:
+    """Return the rank that writes each tensor: the largest first, to the rank with the fewest bytes so far."""
+    bytes_R, owners = [0] * world, {}
+    for name in sorted(tensors, key=lambda name: (-tensors[name].numel() * tensors[name].element_size(), name)):
+        owners[name] = rank = bytes_R.index(min(bytes_R))
+        bytes_R[rank] += tensors[name].numel() * tensors[name].element_size()
+    return owners
 
 
-def _owner(parameters: Mapping[str, DTensor], key: str, shape: Sequence[int]) -> DTensor | None:
+def _owner(parameters: Mapping[str, DTensor], name: str, shape: Sequence[int]) -> DTensor | None:
     """Return the parameter that a tensor of a checkpoint belongs to, if the tensor is divided like it."""
-    name = key.removeprefix(shards.WEIGHTS)
-    if key.startswith(shards.OPTIMIZER):
-        name = key.removeprefix(shards.OPTIMIZER).rpartition("/")[0]
+    if name.startswith(checkpoints.ENTRY):
+        name = name.removeprefix(checkpoints.ENTRY).rpartition(".")[0]
     owner = parameters.get(name)
     return owner if owner is not None and owner.shape == torch.Size(shape) else None
-
-
-def _room(size: Sequence[int], dtype: torch.dtype, owner: DTensor | None) -> Tensor:
-    """Return an empty tensor for this rank's share."""
-    return torch.empty(size, dtype=dtype) if owner is None else torch.zeros_like(owner, dtype=dtype).detach()
 
 
 def _share(value: Tensor, owner: DTensor | None) -> Tensor:
