@@ -15,8 +15,7 @@ from small import GEOMETRY, SHALLOW, build
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from gsm.files import save_whole
-from gsm.training.distributed import sharded
+from gsm import checkpoint
 from gsm.training.distributed.sharded import Sharded, undivided
 from gsm.training.module import LanguageModeling
 from gsm.training.optimizer import AdamW
@@ -85,7 +84,7 @@ class Gradients(lightning.Callback):
 def task_of(case: str, dtype: torch.dtype = torch.float64, **options: Any) -> LanguageModeling:
     """The task of a small model, which is built with these options."""
     model = build(case, geometry=SHALLOW, **options).to(dtype).train()
-    return LanguageModeling(model, AdamW(3e-3, 2, 0.1, 0.1), measures_accuracy=True)
+    return LanguageModeling(model, AdamW(3e-3, 2, 0.1, 0.1), config={"model": {}}, measures_accuracy=True)
 
 
 def trainer_of(strategy: str, steps: int, *callbacks: lightning.Callback, **given: Any) -> lightning.Trainer:
@@ -103,10 +102,10 @@ def trainer_of(strategy: str, steps: int, *callbacks: lightning.Callback, **give
     )
 
 
-def slowly(content: Any, path: Any) -> None:
-    """A file that takes its time to be written."""
+def slowly(*given: Any, whole: Any = checkpoint.complete) -> None:
+    """A step that takes its time to be completed."""
     time.sleep(0.5)
-    save_whole(content, path)
+    whole(*given)
 
 
 def trained(
@@ -126,10 +125,10 @@ def trained(
     trainer = trainer_of(strategy, steps, gradients, **(given or {}))
     trainer.fit(task, DataLoader(batches(world // context, rank // context, steps), batch_size=None))
     if save:
-        with patch.object(sharded, "save_whole", slowly):
-            trainer.save_checkpoint(folder / "saved.ckpt", weights_only=False)
+        with patch.object(checkpoint, "complete", slowly):
+            trainer.save_checkpoint(folder / "saved", weights_only=False)
             trainer.strategy.teardown()
-        assert (folder / "saved.ckpt").is_file(), "a rank that ends now would have the one that writes it killed"
+        assert (folder / "saved" / checkpoint.STATE).is_file(), "a rank that ends now kills the one that writes"
     weights = {name: undivided(value) for name, value in task.model.state_dict().items()}
     if rank == 0:
         found = {

@@ -17,14 +17,15 @@ from short_runs import arguments
 from small import SHALLOW, assert_same, build
 from torch.utils.data import DataLoader
 
+from gsm import checkpoint
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.layers.experts import Experts, ways_to_divide
 from gsm.training import trainer as trainers
-from gsm.training.callbacks.checkpoints import Latest, WholeFiles
+from gsm.training.callbacks.checkpoints import Latest
 from gsm.training.distributed.ranks import LAUNCHER, RANKS, own_ranks
 from gsm.training.distributed.sharded import Sharded
-from gsm.training.optimizer import AdamW, Muon
+from gsm.training.optimizer import AdamW, Muon, keep_names
 from gsm.training.run import train
 
 MOE, BASELINE_MOE = "gsm-feed_forward=moe", "baseline-feed_forward=moe"
@@ -91,11 +92,12 @@ def test_two_processes_with_shares_are_one_and_what_they_save_in_parts_one_reads
     assert ranks.together(processes, 2, ranks.trained, MOE, "fsdp", tmp_path, 2, torch.float64, True) == [0, 0]
     together = torch.load(tmp_path / "fsdp.pt", weights_only=True)
     assert_same_run(alone, together)
-    whole = WholeFiles().load_checkpoint(tmp_path / "saved.ckpt", weights_only=True)
+    whole = checkpoint.read(tmp_path / "saved")
     saved = {name.removeprefix("model."): value for name, value in whole["state_dict"].items()}
     assert_same_weights(together, {"weights": saved}, 0.0)
     model = build(MOE, geometry=SHALLOW)
     optimizer = AdamW(3e-3, 2, 0.1, 0.1).build(model.parameter_groups())
+    keep_names(optimizer, ((f"model.{name}", parameter) for name, parameter in model.named_parameters()))
     optimizer.load_state_dict(whole["optimizer_states"][0])
     for name, parameter in model.named_parameters():
         assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape, name

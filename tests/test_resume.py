@@ -17,10 +17,10 @@ import pytest
 import torch
 from short_runs import arguments, at_call, count_calls, lines, no_death, started, typed
 
-import gsm.training.callbacks.checkpoints as files
+from gsm import checkpoint, files
 from gsm.config import command_line
 from gsm.config.compose import compose
-from gsm.config.load import CheckpointError, instantiate
+from gsm.config.load import CheckpointError, instantiate, read_checkpoint
 from gsm.files import write_json
 from gsm.training.folder import Start, prepare
 from gsm.training.module import LanguageModeling
@@ -35,9 +35,10 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_checkpoint_alone(home: Path,
     said = log.read_text()
     assert child.exitcode == 1, said
     sentence = said[said.index("error: ") :]
-    assert sentence.startswith(f"error: {folder / 'checkpoints/last.ckpt'} cannot be written: File too large; free")
+    full = folder / "checkpoints/step_00000006/model.safetensors"
+    assert sentence.startswith(f"error: {full} cannot be written: File too large; free")
     assert "Traceback" not in said and sentence.count("\n") == 1
-    assert torch.load(folder / "checkpoints/last.ckpt", weights_only=True)["global_step"] == 3
+    assert read_checkpoint(folder)["global_step"] == 3
     assert not list(folder.rglob("*.partial")), "what was half written takes room"
     assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
 
@@ -88,49 +89,60 @@ def copy(straight: Path, tmp_path: Path) -> Path:
     folder = tmp_path / "copy"
     shutil.copytree(straight, folder)
     (folder / "summary.json").unlink()
-    for path in folder.rglob("*.ckpt"):
-        checkpoint = torch.load(path, weights_only=True)
-        checkpoint["hyper_parameters"]["config"]["name"] = "copy"
-        torch.save(checkpoint, path)
+    for step in checkpoint.steps(folder):
+        content = json.loads((step / checkpoint.CONFIG).read_text())
+        content["run"]["config"]["name"] = "copy"
+        edit(step, checkpoint.CONFIG, content)
     return folder
 
 
+def edit(step: Path, name: str, content: dict[str, Any]) -> None:
+    """Write another content of a file of a step, and its checksum."""
+    write_json(step / name, content)
+    state = json.loads((step / checkpoint.STATE).read_text())
+    if name != checkpoint.STATE:
+        state["files"][name] = checkpoint.checksum(step / name)
+        write_json(step / checkpoint.STATE, state)
+
+
 @pytest.mark.slow
-def test_a_broken_checkpoint_is_never_passed_over(home: Path, copy: Path):
-    last, best = copy / "checkpoints/last.ckpt", copy / "checkpoints/best.ckpt"
-    last.write_bytes(last.read_bytes()[:1000])
-    with pytest.raises(
-        CheckpointError,
-        match=r"last.ckpt is truncated.*start_from=.*best.ckpt start_fresh=false name=NAME goes on from step \d+",
-    ):
-        prepared(home, copy)
-    other = [f"folder={copy.with_name('other')}", f"start_from={best}", "start_fresh=false"]
-    assert prepared(home, copy, *other).checkpoint == best
-    best.write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"last.ckpt is truncated.*; resume=never starts over$"):
-        prepared(home, copy)
-    assert last.is_file(), "nothing was moved"
-
-
-def test_a_run_whose_last_checkpoint_is_gone_does_not_start_over(home: Path, copy: Path):
-    """It was moved aside without a word, and trained again from the first step."""
-    last, best = copy / "checkpoints/last.ckpt", copy / "checkpoints/best.ckpt"
-    last.unlink()
-    for status in ("interrupted", "finished"):
-        (copy / "summary.json").write_text(json.dumps({"status": status}))
-        with pytest.raises(CheckpointError, match=r"last.ckpt.*start_from=\S*best.ckpt start_fresh=false"):
+@pytest.mark.parametrize("name", [checkpoint.WEIGHTS, checkpoint.OTHERS, checkpoint.CONFIG, checkpoint.STATE])
+def test_a_broken_checkpoint_is_never_passed_over(home: Path, copy: Path, name: str):
+    last = checkpoint.newest(copy)
+    assert last is not None
+    for raw in ((last / name).read_bytes()[:200], b""):
+        (last / name).write_bytes(raw)
+        with pytest.raises(CheckpointError, match=rf"{name}.*resume=never starts over$"):
             prepared(home, copy)
-    best.unlink()
-    assert prepared(home, copy).moves
+    (last / name).unlink()
+    if name != checkpoint.STATE:  # without it there is no such step
+        with pytest.raises(CheckpointError, match=rf"{name} is missing"):
+            prepared(home, copy)
+    assert last.is_dir(), "nothing was moved"
+
+
+def test_a_bit_that_fell_over_is_found(home: Path, copy: Path):
+    last = checkpoint.newest(copy)
+    assert last is not None
+    for name in (checkpoint.WEIGHTS, checkpoint.OTHERS):
+        raw = bytearray((last / name).read_bytes())
+        raw[-1] ^= 1
+        (last / name).write_bytes(raw)
+        with pytest.raises(CheckpointError, match=f"{name} is damaged"):
+            prepared(home, copy)
+        raw[-1] ^= 1
+        (last / name).write_bytes(raw)
+    assert prepared(home, copy).checkpoint == last
 
 
 def test_auto_is_no_other_precision_on_another_device(home: Path, copy: Path, processes: Any):
     """A run that began on a GPU in bfloat16 went on in float32 on a CPU."""
-    path, log = copy / "checkpoints/last.ckpt", copy.with_name("precision.log")
-    checkpoint = torch.load(path, weights_only=True)
-    assert checkpoint[STATE]["precision"] == "32-true"
-    checkpoint[STATE]["precision"] = "bf16-mixed"
-    torch.save(checkpoint, path)
+    last, log = checkpoint.newest(copy), copy.with_name("precision.log")
+    assert last is not None
+    state = json.loads((last / checkpoint.STATE).read_text())
+    assert state[STATE]["precision"] == "32-true"
+    state[STATE]["precision"] = "bf16-mixed"
+    edit(last, checkpoint.STATE, state)
     (copy / "summary.json").write_text(json.dumps({"status": "interrupted"}))
     child = started(processes, arguments(home, "copy", f"folder={copy}"), log, no_death)
     child.join()

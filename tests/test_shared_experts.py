@@ -14,8 +14,8 @@ from small import SHALLOW, assert_same, build, mostly_nightly
 from test_pieces import batch_of, gradients, over_ranks
 from torch import nn
 
+from gsm import checkpoint
 from gsm.layers.experts import Experts
-from gsm.training.callbacks.checkpoints import WholeFiles
 
 
 def compare(case: str, documents: str) -> None:
@@ -81,6 +81,6 @@ def test_ranks_train_as_one_does(processes: Any, tmp_path: Path, case: str, worl
     assert together["norm"] == pytest.approx(alone["norm"], rel=1e-6)
     for name, weight in alone["weights"].items():
         assert_same(together["weights"][name], weight, name, 1e-9)
-    whole = WholeFiles().load_checkpoint(tmp_path / "saved.ckpt", weights_only=True)
+    whole = checkpoint.read(tmp_path / "saved")
     for name, weight in together["weights"].items():
         assert_same(whole["state_dict"][f"model.{name}"], weight, name, 0.0)

@@ -16,33 +16,44 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from adversary.damage import same
 from short_runs import arguments, at_call, count_calls, lines, no_death, scalars, sent, started
 
-import gsm.training.callbacks.checkpoints as files
-from gsm.files import PARTIAL
+from gsm import checkpoint, files
 from gsm.training import report, run
 from gsm.training.callbacks.interruption import SAME
 from gsm.training.module import LanguageModeling
 from gsm.training.resume import STATE
 
-KILLS = int(os.environ.get("GSM_TEST_KILLS", "5"))
+KILLS = int(os.environ.get("GSM_TEST_KILLS", "7"))
 
 
 # What a child process does to itself. Each is called with a count: at which occurrence.
 
 
 def killed_in_a_half_written_checkpoint(count: int) -> None:
+    """In the weights, or in the other tensors."""
     written = count_calls(count)
 
-    def write(content: Any, path: Path, whole: Callable[..., None] = files.save_whole) -> None:
+    def write(path: Path, tensors: Any, whole: Callable[..., list[int]] = checkpoint.write_tensors) -> list[int]:
         if written():
-            path.with_name(PARTIAL.format(path.name)).write_bytes(b"half of it")
+            path.write_bytes(b"half of it")
             os.kill(os.getpid(), signal.SIGKILL)
-        whole(content, path)
+        return whole(path, tensors)
 
-    files.save_whole = write
+    checkpoint.write_tensors = write
+
+
+def killed_as_earlier_steps_are_removed(count: int) -> None:
+    removed = count_calls(max(1, count // 2))
+
+    def remove(folder: Path, whole: Callable[..., None] = checkpoint.remove) -> None:
+        if removed():
+            (folder / checkpoint.STATE).unlink(missing_ok=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        whole(folder)
+
+    checkpoint.remove = remove
 
 
 def killed_as_the_checkpoint_gets_its_name(before: bool, count: int) -> None:
@@ -51,7 +62,7 @@ def killed_as_the_checkpoint_gets_its_name(before: bool, count: int) -> None:
     def replace(old: Path, new: Path, whole: Callable[..., None] = os.replace) -> None:
         if not before:
             whole(old, new)
-        if str(new).endswith(".ckpt") and named():
+        if Path(new).name == checkpoint.STATE and named():
             os.kill(os.getpid(), signal.SIGKILL)
         if before:
             whole(old, new)
@@ -90,6 +101,7 @@ DEATHS = [
     partial(killed_as_the_checkpoint_gets_its_name, True),
     partial(sent, signal.SIGKILL, "training_step"),
     partial(killed_as_the_checkpoint_gets_its_name, False),
+    killed_as_earlier_steps_are_removed,
 ]
 
 
@@ -220,11 +232,12 @@ def wait_for_progress(folder: Path, child: Any) -> None:
 
 def assert_same_run(folder: Path, other: Path) -> None:
     """Bit for bit: weights, optimiser, what was logged at which step, and the verdict on the best."""
-    for name in ("last", "best"):
-        one, two = (torch.load(f / f"checkpoints/{name}.ckpt", weights_only=True) for f in (folder, other))
-        for part in ("state_dict", "optimizer_states", "lr_schedulers", "global_step"):
-            assert same(one[part], two[part]), f"{name}.ckpt {part}"
-        assert same(one[STATE], two[STATE]), f"{name}.ckpt random states"
+    steps = [path.name for path in checkpoint.steps(folder)]
+    assert steps == [path.name for path in checkpoint.steps(other)]
+    for step in steps:
+        one, two = (checkpoint.read(f / "checkpoints" / step) for f in (folder, other))
+        for part in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", STATE):
+            assert same(one[part], two[part]), f"{step} {part}"
         key = "Best(val/loss, min)"
         assert one["callbacks"][key] == two["callbacks"][key]
     assert lines(folder) == lines(other)

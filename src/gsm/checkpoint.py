@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gsm.errors import ConfigError
-from gsm.files import BLOCK, read_text, sound, write_json, write_whole
+from gsm.files import BLOCK, read_json, read_text, sound, write_json, write_whole
 
 STATE, CONFIG, TOKENIZER = "state.json", "config.json", "tokenizer.json"
 WEIGHTS, OTHERS, INDEX = "model.safetensors", "optim.safetensors", "model.safetensors.index.json"
@@ -67,7 +67,7 @@ def steps(run: Path) -> list[Path]:
 
 def newest(run: Path) -> Path | None:
     """Return the last step of a run from which it goes on; None where there is none."""
-    return next((path for path in reversed(steps(run)) if (read_state(path) or {}).get("settled", True)), None)
+    return next((path for path in reversed(steps(run)) if (read_json(path / STATE) or {}).get("settled", True)), None)
 
 
 def is_model(folder: Path) -> bool:

@@ -200,7 +200,7 @@ def read_checkpoint(path: str | os.PathLike[str], weights: bool = True) -> dict[
         CheckpointError: it is incomplete, damaged or no checkpoint of this project.
     """
     folder = checkpoint_folder(path)
-    if not checkpoint.is_model(folder):
+    if not (checkpoint.is_model(folder) or (folder / checkpoint.STATE).is_file()):
         raise _missing(folder)
     checkpoint.check(folder, verify=weights)
     facts = {**(checkpoint.read_state(folder) or {}), **checkpoint.read_facts(folder)}

@@ -17,7 +17,7 @@ from gsm.models.base import LanguageModel, Output
 from gsm.models.checks import IGNORED
 from gsm.training.distributed.sharded import Sharded, undivided
 from gsm.training.means import Means, OverBatches
-from gsm.training.optimizer import AdamW, by_name, check_groups
+from gsm.training.optimizer import AdamW, check_groups, keep_names
 from gsm.training.resume import ends_interval
 
 
@@ -86,10 +86,7 @@ class LanguageModeling(lightning.LightningModule):
         groups = self.model.parameter_groups()
         check_groups(self.model, groups)
         optimizer = self.optimizer.build(groups)
-        names = {id(parameter): name for name, parameter in self.named_parameters()}
-        for group in optimizer.param_groups:
-            group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
-        optimizer.register_load_state_dict_pre_hook(by_name)
+        keep_names(optimizer, self.named_parameters())
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.optimizer.factor(step, steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

@@ -4,7 +4,7 @@ of the step alone."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -216,6 +216,14 @@ def check_groups(model: nn.Module, groups: Mapping[str, Sequence[nn.Parameter]])
         raise ValueError(
             f"parameter_groups() of {type(model).__name__} leaves out {missing} or names a parameter twice"
         )
+
+
+def keep_names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Give an optimiser the names of its parameters: its state is saved and loaded by them."""
+    names = {id(parameter): name for name, parameter in named}
+    for group in optimizer.param_groups:
+        group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
+    optimizer.register_load_state_dict_pre_hook(by_name)
 
 
 def by_name(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
