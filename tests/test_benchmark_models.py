@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from stored import store
 
 from gsm.config.command_line import prepare
 from gsm.config.compose import compose
@@ -16,7 +17,6 @@ from gsm.config.load import build_model, load_model
 from gsm.errors import ConfigError
 from gsm.models.baseline import Baseline
 from gsm.models.gsm import GSM
-from gsm.training.resume import FORMAT
 from gsm_benchmarks import models
 from gsm_benchmarks.models import Model
 
@@ -28,9 +28,7 @@ def trained(folder: Path, *overrides: str, seed: int = 7) -> Path:
     model = build_model("gsm", "pico", overrides, seed=seed)
     config = compose(["model=gsm", "size=pico", *overrides])
     state = {f"model.{name}": value for name, value in model.state_dict().items()}
-    (folder / "checkpoints").mkdir(parents=True)
-    saved = {"hyper_parameters": {"config": config}, "state_dict": state, "global_step": 1, "format": FORMAT}
-    torch.save(saved, folder / "checkpoints/last.ckpt")
+    store(folder, hyper_parameters={"config": config}, state_dict=state)
     return folder
 
 

@@ -14,7 +14,7 @@ from gsm import files
 from gsm.config.check import ConfigError
 from gsm.config.command_line import call
 from gsm.config.compose import compose
-from gsm.config.load import checkpoint_file
+from gsm.config.load import checkpoint_folder
 from gsm.data import cache
 from gsm.data.cache import cache_folder
 from gsm.data.corpus import FEW, Corpus, fraction, standard_library
@@ -180,7 +180,7 @@ def test_a_path_that_begins_with_a_tilde_is_in_the_home(tmp_path: Path, monkeypa
     composed = compose(["data=folder", "data.path='~/texts'", "logs='~'"])
     assert composed["data"]["path"] == f"{home}/texts" and composed["folder"].startswith(f"{home}/default/")
     assert Corpus("~/texts").digest == Corpus(home / "texts").digest
-    assert checkpoint_file("~/run").is_relative_to(home) and cache_folder("~/cache") == home / "cache"
+    assert checkpoint_folder("~/run").is_relative_to(home) and cache_folder("~/cache") == home / "cache"
     with pytest.raises(FileNotFoundError, match="me/tokenizer.json is not allowed because there is no such file"):
         Tokenizer.from_file("~/tokenizer.json")
     called: list[str] = []

@@ -17,6 +17,7 @@ from short_runs import NO_PICTURES
 from small import build, random_tokens
 from test_train_cli import arguments
 
+from gsm.checkpoint import newest
 from gsm.config.compose import compose
 from gsm.evaluation import commands, losses
 from gsm.evaluation import held_out as script
@@ -260,9 +261,11 @@ def test_context_split_and_text_may_be_others(runs: tuple[Path, list[dict[str, A
 
 
 def test_a_checkpoint_alone_is_enough(runs: tuple[Path, list[dict[str, Any]]], tmp_path: Path):
-    shutil.copy(runs[0] / "gsm" / "seed0" / "checkpoints" / "best.ckpt", tmp_path / "mine.ckpt")
-    HeldOut(str(tmp_path / "mine.ckpt")).evaluate()
-    assert json.loads((tmp_path / "evaluation.json").read_text())["checkpoint"].endswith("mine.ckpt")
+    step = newest(runs[0] / "gsm" / "seed0")
+    assert step is not None
+    shutil.copytree(step, tmp_path / "mine")
+    HeldOut(str(tmp_path / "mine")).evaluate()
+    assert json.loads((tmp_path / "mine/evaluation.json").read_text())["checkpoint"].endswith("mine")
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,9 @@ while (folder.parent / "waits").exists():
     time.sleep(0.02)
 value = {"mhc": 1.0, "plain": 2.0, "mhc_two_pass": 3.0}[given["arm"]] + int(given["seed"]) / 10
 summary = {"status": "finished", "bits_per_byte": value, "data": {"train_tokens": 12345}}
-(folder / "checkpoints").mkdir(exist_ok=True)
-shutil.copy(pathlib.Path(given["logs"]).parent / (given["arm"] + given["seed"]), folder / "checkpoints/last.ckpt")
+shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+stored = pathlib.Path(given["logs"]).parent / (given["arm"] + given["seed"])
+shutil.copytree(stored / "checkpoints", folder / "checkpoints")
 (folder / "summary.json").write_text(json.dumps(summary))
 """
 
@@ -247,7 +248,7 @@ def test_a_finished_run_with_a_broken_checkpoint_stops_no_other(
 ):
     """The error of one checkpoint ended the parent before anything was trained."""
     train_all(toy(tmp_path, "seeds=1", script=fake))
-    (place(tmp_path, "mhc/seed0") / "checkpoints/last.ckpt").write_bytes(b"PK")
+    (place(tmp_path, "mhc/seed0") / "checkpoints/step_00000001/config.json").write_bytes(b"{")
     train_all(toy(tmp_path, "seeds=1", script=fake))
     assert starts(tmp_path) == {"mhc/seed0": 2, "plain/seed0": 1}
     assert "mhc/seed0 was finished, but cannot be used: " in capfd.readouterr().out

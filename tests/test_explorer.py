@@ -204,7 +204,7 @@ def test_a_line_at_the_top_may_have_any_value():
 
 
 def test_a_model_without_a_state_is_called_as_it_was_chosen():
-    with pytest.raises(SystemExit, match=r"needle_delta_net.ckpt: model delta_net is not allowed .* Use a GSM"):
+    with pytest.raises(SystemExit, match=r"needle_delta_net: model delta_net is not allowed .* Use a GSM"):
         command_line.call(write, "explore.py", ["checkpoint=needle_delta_net"])
 
 
@@ -342,7 +342,7 @@ def test_the_command_writes_a_page_of_a_needle(tmp_path: Path):
     [
         ("nano", [], "explore.py needs text= or text_file= because .* was trained on text"),
         ("nano", ["text=a", "text_file=b"], "text_file=b is not allowed with text"),
-        ("nano", ["text=a"], ".*nano.ckpt: a text of 1 tokens is not allowed. Use 3 to 4,096"),
+        ("nano", ["text=a"], ".*nano: a text of 1 tokens is not allowed. Use 3 to 4,096"),
         ("nano", ["text=abc", "tokens=5000"], "tokens=5000 is not allowed. Use 1 to 4096"),
         ("needle_gsm", ["text=abc"], "text is not allowed because .* was trained on Needle, which has no text"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import gsm
+from gsm.checkpoint import newest
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import CheckpointError, read_checkpoint
@@ -123,7 +125,7 @@ class Numbers(DataModule):
 def test_a_data_module_that_asks_where_training_stands_resumes_exactly(tmp_path: Path):
     def run(folder: Path, stop: int = 12, resume: Path | None = None) -> LanguageModeling:
         torch.manual_seed(0)
-        task, callbacks = make_task(), [Latest(folder / "last.ckpt", minutes=1e-9), KillAfter(stop)]
+        task, callbacks = make_task(), [Latest(folder, minutes=1e-9), KillAfter(stop)]
         trainer = make_trainer(tmp_path, 12, callbacks, limit_val_batches=1, accumulate_grad_batches=2)
         with contextlib.suppress(ZeroDivisionError):
             trainer.fit(task, datamodule=Numbers(), ckpt_path=resume, weights_only=True)
@@ -131,13 +133,9 @@ def test_a_data_module_that_asks_where_training_stands_resumes_exactly(tmp_path:
 
     straight = run(tmp_path / "straight").state_dict()
     run(tmp_path, 7)
-    assert read_checkpoint_step(tmp_path / "last.ckpt") == 6
-    resumed = run(tmp_path, resume=tmp_path / "last.ckpt").state_dict()
+    assert (last := newest(tmp_path)) == tmp_path / "checkpoints/step_00000006"
+    resumed = run(tmp_path, resume=last).state_dict()
     assert all(torch.equal(value, resumed[name]) for name, value in straight.items())
-
-
-def read_checkpoint_step(path: Path) -> int:
-    return torch.load(path, weights_only=True)["global_step"]
 
 
 def test_targets_are_the_next_tokens_of_the_same_document():
@@ -211,14 +209,11 @@ def test_a_lightning_module_of_ones_own_trains_a_model(tmp_path: Path):
 def test_a_checkpoint_of_another_format_is_one_sentence(mine: Path):
     words = [*WORDS.split(), "arm=gsm", f"logs={mine.parent / 'logs'}", "trainer.max_steps=1"]
     train(compose(words, [mine]))
-    last = mine.parent / "logs/default/gsm/seed0/checkpoints/last.ckpt"
-    checkpoint = torch.load(last, weights_only=True)
-    del checkpoint["format"]
-    torch.save(checkpoint, last)
+    last = mine.parent / "logs/default/gsm/seed0/checkpoints/step_00000001"
+    state = json.loads((last / "state.json").read_text())
+    (last / "state.json").write_text(json.dumps({**state, "format": 99}))
     (last.parents[1] / "summary.json").unlink()
-    message = (
-        r"last.ckpt is of format 1, and this version reads format \d: use the version of the project that has written"
-    )
+    message = r"step_00000001 has format 99, and this version reads format \d"
     with pytest.raises(CheckpointError, match=message):
         read_checkpoint(last)
     with pytest.raises(CheckpointError, match=message):

@@ -95,7 +95,7 @@ def test_a_command_of_the_wheel_trains_in_an_empty_folder_with_yamls_of_the_user
     command = [sys.executable, str(script), *words, "--config-dir", str(mine.parent)]
     done = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(list(empty.glob("logs/default/*/seed*/checkpoints/last.ckpt"))) == 1, "as a run of an experiment"
+    assert len(list(empty.glob("logs/default/*/seed*/checkpoints/step_*/state.json"))) == 1, "as a run of an experiment"
     log = next(empty.glob("logs/default/*/seed0/train.log")).read_text()
     (following,) = [line.split() for line in log.splitlines() if "gsm-generate" in line]
     assert following[:3] == ["gsm-generate", "--config-dir", str(mine.parent)], (
@@ -116,7 +116,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path, tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    named = ("__init__.py", "py.typed", "trained/nano.ckpt", "experiments/page.html.jinja")
+    named = ("__init__.py", "py.typed", "trained/nano/config.json", "experiments/page.html.jinja")
     assert {"gsm_kernels/__init__.py", *(f"gsm/{name}" for name in named)} <= set(names)
     page = {path.name for path in (ROOT / "src/gsm/explorer").iterdir() if path.suffix in (".css", ".jinja", ".js")}
     assert len(page) > 4 and {f"gsm/explorer/{name}" for name in page} <= set(names)

@@ -129,4 +129,4 @@ def test_a_number_out_of_range_is_refused_with_its_path_and_its_range(words):
 @pytest.mark.parametrize(("monitor", "mode"), [("nothing", None), ("val/f1", None), ("val/loss", "low")])
 def test_the_direction_of_a_monitored_metric_is_known_or_given(tmp_path, monitor, mode):
     with pytest.raises(ConfigError, match="mode"):
-        Best(tmp_path / "best.ckpt", monitor, mode)
+        Best(tmp_path, monitor, mode)

@@ -105,7 +105,7 @@ def test_parts_can_be_deleted_and_the_rest_works(rest: Path, parts: tuple[str, .
     assert following, "a run names commands to go on with"
     for script in re.findall(r"python (\w+\.py)", following):
         run(rest, script, "--help")
-    (checkpoint,) = rest.glob("logs/**/last.ckpt")
+    (checkpoint,) = rest.glob("logs/**/step_*")
     assert "nats per token" in run(rest, "evaluate.py", f"checkpoint={checkpoint}", "device=cpu")
     for folder, _, script in (PARTS[part] for part in parts):
         if script:

@@ -266,12 +266,12 @@ def test_an_arm_of_several_runs_has_the_row_of_the_last_that_trains(folder: Path
         (run / name / ".hydra").mkdir(parents=True)
         (run / name / ".hydra/config.yaml").write_text(yaml.safe_dump({"optimizer": {"learning_rate": rate}}))
         (run / name / ".hydra/overrides.yaml").write_text(
-            yaml.safe_dump([f"run={name}", "start_from=/a b/logs/x/last.ckpt"])
+            yaml.safe_dump([f"run={name}", "start_from=/a b/logs/x/seed0"])
         )
     parts = {"trained": ["train", "a_later"], "runs": {name: {"folder": name} for name in ("train", "a_later")}}
     (run / "summary.json").write_text(json.dumps({**json.loads((run / "summary.json").read_text()), **parts}))
     made = rows.row(run, ["learning_rate", "command"])
-    assert made == {"learning_rate": "0.001", "command": "python train.py run=a_later start_from=logs/x/last.ckpt"}
+    assert made == {"learning_rate": "0.001", "command": "python train.py run=a_later start_from=logs/x/seed0"}
 
 
 def test_a_picture_is_drawn_where_a_table_has_changed(folder: Path, tmp_path: Path):

@@ -21,7 +21,9 @@ import tiny_text
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from short_runs import TINY
+from stored import store
 
+from gsm.checkpoint import newest
 from gsm.config import command_line
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
@@ -32,9 +34,8 @@ from gsm.training import run as fit
 from gsm.training.callbacks.checkpoints import Latest
 from gsm.training.callbacks.interruption import Interrupted
 from gsm.training.callbacks.metrics_file import MetricsFile
-from gsm.training.distributed.shards import DamagedParts
 from gsm.training.folder import Start, differences, finished, make_room, prepare
-from gsm.training.resume import FORMAT, STATE
+from gsm.training.resume import STATE
 from gsm.training.weights import begins
 
 TEXT = {"corpus": "a" * 64, "tokenizer": "b" * 64, "context": 32}
@@ -58,13 +59,10 @@ def config(folder: Path, **changes: Any) -> dict[str, Any]:
     return made
 
 
-def leave(folder: Path, status: str = "interrupted", name: str = "last", **saved: Any) -> Path:
+def leave(folder: Path, status: str = "interrupted", **saved: Any) -> Path:
     """Write the folder of a run that ended at step 7, and return its checkpoint."""
-    path = folder / f"checkpoints/{name}.ckpt"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"state_dict": {}, "global_step": 7, "fingerprint": TEXT}
-    content |= {"format": FORMAT, STATE: {"world": 1}}
-    torch.save({**content, "hyper_parameters": {"config": config(folder)}, **saved}, path)
+    content = {"global_step": 7, "fingerprint": TEXT, STATE: {}, "hyper_parameters": {"config": config(folder)}}
+    path = store(folder, **{**content, **saved})
     (folder / "summary.json").write_text(json.dumps({"status": status}))
     return path
 
@@ -218,7 +216,7 @@ def test_an_earlier_run_stays_in_its_place_until_the_start_makes_room(tmp_path: 
     last = leave(tmp_path / "run", "finished")
     changed = config(tmp_path / "run", seed=4)
     assert prepare(changed).moves and finished(config(tmp_path / "run"))
-    assert (make_room(changed) / "checkpoints/last.ckpt").is_file() and not last.exists()
+    assert newest(make_room(changed)) is not None and not last.exists()
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -267,7 +265,7 @@ def test_parts_that_are_damaged_have_a_remedy_that_helps(tmp_path: Path, branche
         leave(tmp_path / "run")
 
     def refuse(*_: Any, **__: Any) -> None:
-        raise DamagedParts("a part is missing")
+        raise CheckpointError("a part is missing")
 
     trainer = SimpleNamespace(callbacks=[], is_global_zero=False, fit=refuse)
     parts: Any = SimpleNamespace(config=settings, trainer=trainer, task=None, data=None)
@@ -288,7 +286,7 @@ def test_a_finished_run_with_another_configuration_is_moved_aside(tmp_path: Path
 @pytest.mark.parametrize(
     ("changes", "difference"),
     [
-        ({"global_batch": 4}, r"sequences a step \(8 there, 4 here\), global_batch \(8 there, 4 here\)"),
+        ({"global_batch": 4}, r"global_batch \(8 there, 4 here\)"),
         ({"model__state_size": 6}, r"model.state_size \(.* there, 6 here\)"),
         ({"optimizer__learning_rate": 0.5}, r"optimizer.learning_rate \(.* there, 0.5 here\)"),
         ({"seed": 3}, r"seed \(0 there, 3 here\)"),
@@ -327,26 +325,15 @@ def test_what_to_type_starts_nothing_over(monkeypatch: pytest.MonkeyPatch):
     assert command_line.again().split(" ", 1)[1] == "train.py seed=1 'name=old run'"
 
 
-def test_steps_of_other_sequences_are_refused(tmp_path: Path):
-    """The place in the data is steps x sequences of a step, so that some text was trained on twice, or never."""
-    alone = {"global_batch": None}  # one batch of every rank
-    saved: dict[str, Any] = {STATE: {"world": 4}, "hyper_parameters": {"config": config(tmp_path / "run", **alone)}}
-    leave(tmp_path / "run", **saved)
-    with pytest.raises(CheckpointError, match=r"sequences a step \(16 there, 8 here, shared out among 4 and 2\)"):
-        prepare(config(tmp_path / "run", **alone), world=2)
-    assert prepare(config(tmp_path / "run", **alone), world=4).checkpoint
-    assert prepare(config(tmp_path / "run", global_batch=16), world=2).checkpoint
-
-
-@pytest.mark.parametrize(("batch", "devices", "world"), [(8, 1, 1), (1, 1, 1), (1, 4, 4), (2, "auto", 2)])
-def test_a_step_may_be_divided_otherwise(tmp_path: Path, batch: int, devices: int | str, world: int):
+@pytest.mark.parametrize(("batch", "devices"), [(8, 1), (1, 4), (2, "auto")])
+def test_a_step_may_be_divided_otherwise(tmp_path: Path, batch: int, devices: int | str):
     """What four devices have begun, two can end: global_batch stays."""
     last = leave(tmp_path / "run")
     options = {"trainer__devices": devices, "data__batch_size": batch}
-    assert prepare(config(tmp_path / "run", **options), world=world).checkpoint == last
-    assert prepare(branch(tmp_path / "other", last, **options), world=world).checkpoint == last
-    with pytest.raises(CheckpointError, match=r"differs in sequences a step \(8 there, 24 here"):
-        prepare(config(tmp_path / "run", global_batch=24, **options), world=world)
+    assert prepare(config(tmp_path / "run", **options)).checkpoint == last
+    assert prepare(branch(tmp_path / "other", last, **options)).checkpoint == last
+    with pytest.raises(CheckpointError, match=r"differs in .*global_batch \(8 there, 24 here"):
+        prepare(config(tmp_path / "run", global_batch=24, **options))
 
 
 @pytest.mark.parametrize("way", [["trainer=ddp", "trainer.devices=2"], ["trainer=default"]], ids=str)
@@ -430,7 +417,7 @@ def test_a_save_that_takes_long_is_not_repeated_at_once(tmp_path: Path, monkeypa
 
     strategy = SimpleNamespace(broadcast=lambda value: value)
     trainer: Any = SimpleNamespace(global_step=1, loggers=[], save_checkpoint=save, strategy=strategy)
-    latest = Latest(tmp_path / "last.ckpt", minutes=2)
+    latest = Latest(tmp_path, minutes=2)
     latest.on_train_start(trainer, trainer)
     while now[0] < 3000:
         now[0] += 10.0

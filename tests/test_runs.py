@@ -11,7 +11,9 @@ import pytest
 import tiny_text
 import torch
 from short_runs import BY_MODEL, TINY, composed_in, without_pictures
+from stored import store
 
+from gsm.checkpoint import newest
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import CheckpointError, digest, read_checkpoint
@@ -23,7 +25,6 @@ from gsm.experiments.entries import parse_runs, read_arms
 from gsm.experiments.execute import train_all
 from gsm.experiments.runs import Experiment, Run, Trial
 from gsm.files import write_json
-from gsm.training.resume import FORMAT, STATE
 from gsm.training.run import train
 
 # The second one does not learn.
@@ -87,15 +88,7 @@ def pretend(config: dict[str, Any]) -> None:
     place = Path(config["folder"])
     facts = {"status": "finished", "arm": config["arm"], "steps": config["trainer"]["max_steps"]}
     write_json(place / "summary.json", facts)
-    (place / "checkpoints").mkdir(exist_ok=True)
-    content = {
-        "format": FORMAT,
-        STATE: {"world": 1},
-        "state_dict": {},
-        "global_step": 1,
-        "started_from": digest(config["start_from"]),
-    }
-    torch.save({**content, "hyper_parameters": {"config": config}}, place / "checkpoints/last.ckpt")
+    store(place, training_state={}, started_from=digest(config["start_from"]), hyper_parameters={"config": config})
 
 
 @pytest.fixture
@@ -140,7 +133,7 @@ def test_each_run_starts_from_the_weights_of_the_one_before(
     assert facts["loss/loss"] == pytest.approx(facts["val_loss"], abs=1e-4), "the weights of the last training run"
     assert facts["runs"]["train"]["steps"] == 2 and facts["steps"] == 1 and facts["status"] == "finished"
     assert table.runs[0].value("runs.train.steps") == 2
-    assert checkpoints.checkpoints(str(made.folder)) == [home / "extend/checkpoints/last.ckpt"]
+    assert checkpoints.checkpoints(str(made.folder)) == [home / "extend/checkpoints/step_00000001"]
     assert only(made).finished()
 
 
@@ -290,7 +283,7 @@ def test_a_run_can_be_left_out_or_be_a_checkpoint_that_is_there(asked: Callable[
     first = only(asked("runs={train: null}", "name=first")).runs["train"].folder
     runs: Any = only(asked(THREE, f"runs.train={first}", "~runs.loss")).runs
     assert list(runs) == ["extend"] and runs["extend"].after is None
-    assert runs["extend"].config["start_from"] == str(first / "checkpoints/last.ckpt")
+    assert runs["extend"].config["start_from"] == str(newest(first))
     del done[:]
     measured = asked(THREE, f"runs.extend={first}", "~runs.train")
     train_all(measured)
@@ -336,10 +329,9 @@ def test_arguments_with_a_dot_may_be_nested_and_the_command_line_has_the_last_wo
 def test_a_run_all_of_whose_weights_are_another_arm_s_has_no_checkpoint_of_its_own(tmp_path: Path):
     """Its folder holds an entry of `runs` that it does not have any more."""
     for arm in ("one", "two"):
-        (tmp_path / arm / "seed0/old/checkpoints").mkdir(parents=True)
-        (tmp_path / arm / "seed0/old/checkpoints/last.ckpt").touch()
+        store(tmp_path / arm / "seed0/old")
     write_json(tmp_path / "two/seed0/summary.json", {"trained": ["new"]})
-    assert checkpoints.checkpoints(str(tmp_path)) == [tmp_path / "one/seed0/old/checkpoints/last.ckpt"]
+    assert checkpoints.checkpoints(str(tmp_path)) == [tmp_path / "one/seed0/old/checkpoints/step_00000001"]
 
 
 def test_values_come_through_the_command_line_as_they_are():

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adversary.damage import same
 from short_runs import arguments, at_call, count_calls, lines, no_death, scalars, sent, started
+from stored import same
 
 from gsm import checkpoint, files
 from gsm.training import report, run

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from gsm.checkpoint import newest, steps
+from gsm.config.load import read_checkpoint
 from gsm.data.module import TextData
 from gsm.training.callbacks.checkpoints import Best, Latest
 from gsm.training.callbacks.metrics_file import MetricsFile
@@ -237,12 +239,10 @@ def test_a_step_that_is_not_finite_stops_the_run_and_is_not_saved(tmp_path: Path
     batches = [a_batch(seed=i) for i in range(8)]
     for number, batch in enumerate(batches):
         batch["tokens"][0, 0] = 7 if number == 5 else 8
-    trainer = make_trainer(
-        tmp_path, 4, [Throughput(), Latest(tmp_path / "last.ckpt", 1e-9, 1e9)], accumulate_grad_batches=2
-    )
+    trainer = make_trainer(tmp_path, 4, [Throughput(), Latest(tmp_path, 1e-9, 1e9)], accumulate_grad_batches=2)
     with pytest.raises(FloatingPointError, match=f"because the {what} of step 2 is not finite"):
         fit(trainer, make_task(Breaking(what)), batches)
-    last = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    last = read_checkpoint(tmp_path)
     assert last["global_step"] == 2
     assert all(value.isfinite().all() for value in last["state_dict"].values())
 
@@ -283,10 +283,10 @@ def test_a_model_that_broke_inside_of_an_interval_is_not_saved(tmp_path: Path, l
     """A run that was stopped there, by a callback, wrote its weights of NaN over a sound checkpoint."""
     batches = [a_batch(seed=i) for i in range(8)]
     batches[5]["tokens"][0, 0] = 7
-    saving = [StopAfter(7), Latest(tmp_path / "last.ckpt", 1e-9, 1e9)]
+    saving = [StopAfter(7), Latest(tmp_path, 1e-9, 1e9)]
     with pytest.raises(FloatingPointError, match="a step up to 7 is not finite.*no checkpoint has this step"):
         fit(make_trainer(tmp_path, 8, saving, log_every_n_steps=4), make_task(Breaking("loss")), batches)
-    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 4
+    assert read_checkpoint(tmp_path)["global_step"] == 4
 
 
 class Dropping(Bigram):
@@ -304,8 +304,8 @@ def test_a_resumed_run_draws_the_same_numbers_and_logs_the_same_means(tmp_path: 
         torch.manual_seed(0), random.seed(0), np.random.seed(0)
         log = MetricsFile(tmp_path / f"{name}.csv")
         if resume:
-            log.rewind(torch.load(resume, weights_only=True)["global_step"])
-        saving = [Latest(tmp_path / "last.ckpt", minutes=1e-9), *([KillAfter(stop)] if stop < 12 else [])]
+            log.rewind(read_checkpoint(resume)["global_step"])
+        saving = [Latest(tmp_path, minutes=1e-9), *([KillAfter(stop)] if stop < 12 else [])]
         trainer = make_trainer(tmp_path, 12, saving, limit_val_batches=1, log_every_n_steps=5, logger=log)
         with contextlib.suppress(ZeroDivisionError):
             trainer.fit(make_task(Dropping()), datamodule=text, ckpt_path=resume, weights_only=True)
@@ -313,14 +313,14 @@ def test_a_resumed_run_draws_the_same_numbers_and_logs_the_same_means(tmp_path: 
 
     straight = run("straight").read_text()
     run("resumed", steps)
-    assert run("resumed", resume=tmp_path / "last.ckpt").read_text() == straight
+    assert run("resumed", resume=newest(tmp_path)).read_text() == straight
 
 
 def test_the_last_checkpoint_is_of_the_last_step_even_if_it_is_not_the_best(tmp_path: Path):
     getting_worse = make_task(learning_rate=1.0)
-    trainer = make_trainer(tmp_path, 6, [Latest(tmp_path / "last.ckpt")], limit_val_batches=None)
+    trainer = make_trainer(tmp_path, 6, [Latest(tmp_path)], limit_val_batches=None)
     fit(trainer, getting_worse, [a_batch(seed=i) for i in range(6)])
-    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 6
+    assert read_checkpoint(tmp_path)["global_step"] == 6
 
 
 @pytest.mark.parametrize(
@@ -329,27 +329,26 @@ def test_the_last_checkpoint_is_of_the_last_step_even_if_it_is_not_the_best(tmp_
 )
 def test_the_best_checkpoint_has_the_best_value_of_its_metric(tmp_path: Path, metric: str, mode: str | None, best: int):
     """By accuracy it had the lowest."""
-    judges = [Measured(metric, [0.2, 0.3, 0.1, 0.2]), Best(tmp_path / "best.ckpt", metric, mode)]
+    judges = [Measured(metric, [0.2, 0.3, 0.1, 0.2]), Best(tmp_path, metric, mode)]
     fit(make_trainer(tmp_path, 12, judges, limit_val_batches=None), make_task(), [a_batch()] * 12)
-    assert torch.load(tmp_path / "best.ckpt", weights_only=True)["global_step"] == best
+    assert [step.name for step in steps(tmp_path)] == [f"step_{best:08}"] and judges[1].step == best
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # the state of the other metric is left
 @pytest.mark.parametrize(("metric", "best"), [("val/one", 3), ("val/two", 12)])
 def test_a_run_that_goes_on_with_another_metric_is_judged_anew(tmp_path: Path, metric: str, best: int):
     """The lowest loss was compared with perplexities."""
-    last = tmp_path / "last.ckpt"
-    for steps, judged, values in ((6, "val/one", [1.0, 2.0]), (12, metric, [4.0, 3.0])):
-        judges = [Measured(judged, values), Best(tmp_path / "best.ckpt", judged, "min"), Latest(last)]
-        trainer = make_trainer(tmp_path, steps, judges, limit_val_batches=None)
-        trainer.fit(make_task(), loader([a_batch()] * 12), loader([a_batch()]), ckpt_path=last if steps > 6 else None)
-    assert torch.load(tmp_path / "best.ckpt", weights_only=True)["global_step"] == best
+    for length, judged, values in ((6, "val/one", [1.0, 2.0]), (12, metric, [4.0, 3.0])):
+        judges = [Measured(judged, values), Best(tmp_path, judged, "min"), Latest(tmp_path)]
+        trainer = make_trainer(tmp_path, length, judges, limit_val_batches=None)
+        trainer.fit(make_task(), loader([a_batch()] * 12), loader([a_batch()]), ckpt_path=newest(tmp_path))
+    assert {step.name for step in steps(tmp_path)} == {f"step_{best:08}", "step_00000012"}
 
 
 def test_a_checkpoint_holds_plain_containers_and_all_that_generation_needs(tmp_path: Path):
-    trainer = make_trainer(tmp_path, 1, [Throughput(), Latest(tmp_path / "last.ckpt")])
+    trainer = make_trainer(tmp_path, 1, [Throughput(), Latest(tmp_path)])
     fit(trainer, make_task(), [a_batch()])
-    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    checkpoint = read_checkpoint(tmp_path)
     assert checkpoint["hyper_parameters"] == {"config": {"model": {"_target_": "somewhere.Bigram"}, "stages": [2, 4]}}
     assert checkpoint["tokenizer"] == {"kind": "bytes", "json": None}
     assert sorted(checkpoint["state_dict"]) == [f"model.{name}" for name in sorted(Bigram().state_dict())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shlex
@@ -13,14 +14,16 @@ import torch
 import yaml
 from lightning.pytorch.utilities import rank_zero_only
 from short_runs import BY_MODEL, BYTES, NO_PICTURES, SIZES, typed
+from stored import store_model
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import gsm
+from gsm.checkpoint import steps
 from gsm.config import command_line
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.handed import hand_on
-from gsm.config.load import CheckpointError, load_tokenizer
+from gsm.config.load import CheckpointError, load_tokenizer, read_checkpoint
 from gsm.evaluation.checkpoints import checkpoints
 from gsm.evaluation.generate import generate
 from gsm.evaluation.held_out import HeldOut
@@ -93,14 +96,12 @@ def test_a_wrong_command_ends_with_one_sentence_and_leaves_nothing(
 def test_a_run_leaves_its_folder(run: tuple[Path, str]):
     folder, _ = run
     for name in (
-        "checkpoints/last.ckpt",
-        "checkpoints/best.ckpt",
         ".hydra/overrides.yaml",
         "metrics.csv",
         "summary.json",
     ):
         assert (folder / name).is_file(), name
-    assert not (folder / "checkpoints/last.ckpt").is_symlink()
+    assert [path.is_symlink() for path in steps(folder)] in ([False], [False, False]), "the last one and the best"
 
 
 def test_the_summary_says_what_was_run_and_what_came_out(run: tuple[Path, str]):
@@ -149,7 +150,7 @@ def test_tensorboard_sees_metrics_and_comparable_hyperparameters(run: tuple[Path
 
 def test_a_checkpoint_gives_back_the_model(run: tuple[Path, str]):
     model = gsm.load_model(run[0])
-    weights = torch.load(run[0] / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+    weights = read_checkpoint(run[0])["state_dict"]
     assert all(torch.equal(value, weights[f"model.{name}"]) for name, value in model.state_dict().items())
     assert not model.training
     assert load_tokenizer(run[0]).kind == "bytes"
@@ -164,13 +165,13 @@ def test_generate_goes_on_from_a_prompt(run: tuple[Path, str], capsys: pytest.Ca
 
 def test_a_model_that_diverged_is_refused_in_one_sentence(run: tuple[Path, str], tmp_path: Path):
     """Its weights are finite, what it computes is not: generate.py and evaluate.py ended in a traceback."""
-    saved = torch.load(run[0] / "checkpoints/last.ckpt", weights_only=True)
+    saved = read_checkpoint(run[0])
     for name, value in saved["state_dict"].items():
         value *= 1e30 if name.endswith("norm.weight") else 1
-    torch.save(saved, tmp_path / "diverged.ckpt")
+    store_model(tmp_path / "diverged", **saved)
     with pytest.raises(ConfigError, match="scores"):
-        generate(str(tmp_path / "diverged.ckpt"), prompt="a", max_new_tokens=2)
-    given: dict[str, Any] = {"checkpoint": str(tmp_path / "diverged.ckpt"), "output": str(tmp_path / "result.json")}
+        generate(str(tmp_path / "diverged"), prompt="a", max_new_tokens=2)
+    given: dict[str, Any] = {"checkpoint": str(tmp_path / "diverged"), "output": str(tmp_path / "result.json")}
     for measure in (HeldOut(**given), Lengths(**given, lengths=[16, 32], windows=2)):
         with pytest.raises(ConfigError, match="losses"):
             measure.evaluate()
@@ -204,25 +205,25 @@ def test_generate_explains_what_it_cannot_use(given: list[str], said: str):
 
 
 def test_a_bad_checkpoint_is_explained(run: tuple[Path, str], tmp_path: Path):
-    good = run[0] / "checkpoints" / "last.ckpt"
-    (tmp_path / "cut.ckpt").write_bytes(good.read_bytes()[:5000])
-    torch.save({"weights": torch.zeros(1)}, tmp_path / "foreign.ckpt")
-    changed = torch.load(good, weights_only=True)
+    good = read_checkpoint(run[0])
+    changed, other = copy.deepcopy(good), {**good, "state_dict": {**good["state_dict"]}}
     changed["hyper_parameters"]["config"]["model"]["colour"] = "red"
-    torch.save(changed, tmp_path / "changed.ckpt")
-    other = torch.load(good, weights_only=True)
     other["state_dict"].pop("model.norm.weight")
-    torch.save(other, tmp_path / "other.ckpt")
+    for name, content in {"cut": good, "foreign": good, "changed": changed, "other": other}.items():
+        store_model(tmp_path / name, **content)
+    raw = (tmp_path / "cut/model.safetensors").read_bytes()
+    (tmp_path / "cut/model.safetensors").write_bytes(raw[:5000])
+    (tmp_path / "foreign/config.json").write_text('{"model_type": "llama"}')
     for name, said in {
-        "cut": "is truncated",
-        "foreign": "no checkpoint of a run of this project",
+        "cut": "model.safetensors cannot be read",
+        "foreign": "describes no model of this project",
         "changed": "no longer fits this version of the code: unknown key 'model.colour'",
         "other": "do not fit the model in its configuration: norm.weight",
     }.items():
         with pytest.raises(CheckpointError, match=said):
-            gsm.load_model(tmp_path / f"{name}.ckpt")
-    with pytest.raises(FileNotFoundError, match="there are changed.ckpt, cut.ckpt, foreign.ckpt, other.ckpt beside it"):
-        gsm.load_model(tmp_path / "missing.ckpt")
+            gsm.load_model(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        gsm.load_model(tmp_path / "missing")
 
 
 def test_a_seed_fixes_the_weights_and_leaves_the_generator_alone():

@@ -9,17 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from stored import store_model
 
 import gsm
 from gsm import paths
 from gsm.analysis import needles
 from gsm.analysis.interventions import answers
-from gsm.config.check import ConfigError
-from gsm.config.load import checkpoint_file, load_tokenizer, read_checkpoint
+from gsm.config.load import checkpoint_folder, load_tokenizer, read_checkpoint
 from gsm.evaluation.checkpoints import checkpoints, home
 from gsm.evaluation.generate import generate
 from gsm.evaluation.held_out import HeldOut
-from gsm.experiments.consolidate import consolidate
 from gsm.notebook import finished_runs, load, text, trained
 
 NAMES = tuple(paths.trained())
@@ -28,7 +27,7 @@ SOURCE = "def wrap(text, width=70, **kwargs):\n    return TextWrapper(width=widt
 
 def test_they_are_small_and_said_to_be_there():
     assert NAMES == ("nano", "needle_delta_net", "needle_gsm", "needle_handed_on", "needle_separate_indexer")
-    assert sum(file.stat().st_size for file in paths.trained().values()) < 10e6
+    assert sum(file.stat().st_size for folder in paths.trained().values() for file in folder.iterdir()) < 10e6
     listed = re.findall(r"^\| `(\w+)` \|", (paths.TRAINED / "README.md").read_text(), re.M)
     assert sorted(listed) == list(NAMES)
 
@@ -63,14 +62,12 @@ def test_needles_are_answered():
 
 def test_a_name_is_looked_for_after_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    assert checkpoint_file("nano") == paths.TRAINED / "nano.ckpt" and checkpoints("nano") == [
-        paths.TRAINED / "nano.ckpt"
-    ]
+    assert checkpoint_folder("nano") == paths.TRAINED / "nano" and checkpoints("nano") == [paths.TRAINED / "nano"]
     with pytest.raises(FileNotFoundError, match="those that come along are called nano, needle_delta_net"):
         gsm.load_model("nanno")
     (tmp_path / "nano").mkdir()
-    assert checkpoint_file("nano") == Path("nano/checkpoints/last.ckpt")
-    with pytest.raises(FileNotFoundError, match="no checkpoint at nano"):
+    assert checkpoint_folder("nano") == Path("nano")
+    with pytest.raises(FileNotFoundError, match="no checkpoint in nano"):
         gsm.load_model("nano")
 
 
@@ -78,10 +75,9 @@ def test_a_name_is_looked_for_after_files_and_folders(tmp_path: Path, monkeypatc
 def test_an_empty_prompt_is_noted_where_the_model_has_not_learned_to_begin(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], documents: str, learned: bool
 ):
-    content = torch.load(paths.TRAINED / "nano.ckpt", weights_only=True)
+    content = read_checkpoint("nano")
     content["hyper_parameters"]["config"]["data"]["documents"] = documents
-    torch.save(content, tmp_path / "mine.ckpt")
-    generate(str(tmp_path / "mine.ckpt"), prompt="", max_new_tokens=1, device="cpu")
+    generate(str(store_model(tmp_path / "mine", **content)), prompt="", max_new_tokens=1, device="cpu")
     assert ("documents=isolated" in capsys.readouterr().err) != learned
 
 
@@ -89,20 +85,9 @@ def test_commands_take_a_name_and_write_nothing_into_the_package(capsys: pytest.
     generate("nano", prompt="def ", max_new_tokens=3, device="cpu")
     said = capsys.readouterr()
     assert said.out.startswith("def ") and not said.err
-    relative = Path(os.path.relpath(paths.TRAINED / "nano.ckpt"))
-    for file in (*checkpoints("nano"), *checkpoints(str(relative)), relative.parent / "../trained/nano.ckpt"):
+    relative = Path(os.path.relpath(paths.TRAINED / "nano"))
+    for file in (*checkpoints("nano"), *checkpoints(str(relative)), relative.parent / "../trained/nano"):
         assert home(file) == Path("logs/trained/nano"), file
-
-
-def test_weights_alone_are_those_of_the_model_and_cannot_be_resumed(tmp_path: Path):
-    model = gsm.load_model("needle_gsm")
-    for kind in ("float32", "bfloat16"):  # whose values a float32 holds
-        file = consolidate("needle_gsm", str(tmp_path / f"{kind}.ckpt"), weights=kind)
-        for name, x in gsm.load_model(file).state_dict().items():
-            assert torch.equal(x, model.state_dict()[name])
-    assert file.stat().st_size < 1.1 * checkpoint_file("needle_gsm").stat().st_size, "an embedding is its head too"
-    with pytest.raises(ConfigError, match="weights is 'int8', but has to be bfloat16, float16, float32, or left out"):
-        consolidate("needle_gsm", str(file), weights="int8")
 
 
 def test_where_nothing_was_trained_there_are_runs_to_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from short_runs import typed
 from small import mostly_nightly
+from stored import store
 
 from gsm import notebook, paths
 from gsm.config.check import ConfigError
@@ -20,11 +21,10 @@ from gsm.config.compose import compose
 from gsm.config.load import CheckpointError, build_model, instantiate_model, load_model
 from gsm.config.trust import vetted
 from gsm.evaluation.held_out import open_data
-from gsm.training.resume import FORMAT
 
 PAYLOADS: dict[str, Any] = {
     "writes a file": {"_target_": "builtins.open", "file": "{folder}/mark", "mode": "w"},
-    "copies a file": {"_target_": "shutil.copyfile", "src": "{folder}/model.ckpt", "dst": "{folder}/mark"},
+    "copies a file": {"_target_": "shutil.copyfile", "src": "{folder}/hubconf.py", "dst": "{folder}/mark"},
     "runs a command": {"_target_": "torch.utils.collect_env.run", "command": "touch {folder}/mark"},
     "runs a shell": {"_target_": "os.system", "command": "touch {folder}/mark"},
     "starts a child of ours": {"_target_": "gsm.experiments.jobs.Child", "command": ["touch", "{folder}/mark"]},
@@ -64,10 +64,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 def saved(folder: Path, config: dict[str, Any]) -> Path:
     """Write the checkpoint of a run with this configuration, with a stranger's files beside it; return its path."""
-    path = folder / "checkpoints/last.ckpt"
-    path.parent.mkdir()
-    facts = {"format": FORMAT, "hyper_parameters": {"config": config}, "global_step": 1}
-    torch.save({"state_dict": weights(), **facts}, path)
+    path = store(folder, state_dict=weights(), hyper_parameters={"config": config})
     (folder / "strangers_module.py").write_text(f"import pathlib\npathlib.Path({str(folder / 'mark')!r}).touch()\n")
     (folder / "hubconf.py").write_text((folder / "strangers_module.py").read_text() + "def model(): pass\n")
     return path
@@ -223,7 +220,7 @@ def test_a_model_that_could_not_be_loaded_again_is_not_trained(tmp_path, process
         done = refused(processes, tmp_path, *words, *more)
         assert done.returncode == 1 and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
         assert "model.writer._target_" in done.stderr and "'own_writer.Own'" in done.stderr
-    assert not list((tmp_path / "logs").rglob("*.ckpt"))
+    assert not list((tmp_path / "logs").rglob("*.safetensors"))
     assert (
         "trainer.max_time=1 is not allowed" in refused(processes, tmp_path, *words, "--config-dir", str(yamls)).stderr
     )
