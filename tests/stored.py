@@ -19,7 +19,7 @@ def store(run: Path, **content: Any) -> Path:
     """
     facts: dict[str, Any] = {"global_step": 1, "state_dict": {}, "hyper_parameters": {"config": {"model": {}}}}
     content = facts | content
-    for optimizer in content.get("optimizer_states", ()):
+    for optimizer in content.get("optimizer_states", ()):  # by names, as read
         optimizer["param_groups"] = [{**group, "params": group["param_names"]} for group in optimizer["param_groups"]]
     folder = checkpoint.step_folder(run / "checkpoints", content["global_step"])
     checkpoint.write(folder, content)
@@ -28,7 +28,7 @@ def store(run: Path, **content: Any) -> Path:
 
 def store_model(folder: Path, **content: Any) -> Path:
     """Write a model alone into a folder, and return it."""
-    weights, _, rest = checkpoint.split({"global_step": 1, **content})
+    weights, _, rest = checkpoint.split({"global_step": 1, **content, "optimizer_states": []})
     checkpoint.prepare(folder)
     checkpoint.write_tensors(folder / checkpoint.WEIGHTS, weights)
     checkpoint.model_files(rest, folder)

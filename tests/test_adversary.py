@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import tiny_text
-import torch
 from adversary.kills import difference
 from short_runs import arguments, typed
 
@@ -40,7 +39,7 @@ def test_the_judge_sees_its_canaries_in_a_clone_of_any_name(tmp_path: Path):
     """The judge knows the package by its place, because a clone may lie in a folder called gsm."""
     clone = tmp_path / "ü x/gsm"
     for name in ("src/gsm", "kernels/gsm_kernels", "tests/adversary"):
-        shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("*.ckpt", "numba-*"))
+        shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("*.safetensors", "numba-*"))
     done = in_its_own_process("adversary.canaries", root=clone)
     assert done.returncode == 0, done.stderr
     for name, (end, said) in json.loads(done.stdout).items():
@@ -65,13 +64,13 @@ def test_no_kill_loses_anything():
 
 def test_the_judge_of_kills_sees_every_difference():
     curve = ["step,name,value", "3,val/loss,2.0", "6,train/loss,1.5", "6,val/loss,1.0"]
-    whole = {"a/metrics.csv": curve, "a/last.ckpt": {"state_dict": torch.zeros(2)}, "results.md": b"a"}
+    whole = {"a/metrics.csv": curve, "a/model.safetensors": b"one", "results.md": b"a"}
     assert not difference(whole, whole)
     for other in (
         {**whole, "results.md": b"b"},
-        {**whole, "a/last.ckpt": {"state_dict": torch.ones(2)}},
+        {**whole, "a/model.safetensors": b"two"},
         {**whole, "a/metrics.csv": curve[:-1]},
-        {**whole, "a/.last.ckpt.1.partial": b""},
+        {**whole, "a/.state.json.1.partial": b""},
         {name: value for name, value in whole.items() if name != "results.md"},
     ):
         assert difference(other, whole) and difference(whole, other), other.keys()

@@ -26,7 +26,7 @@ def test_each_run_stands_once_with_its_arm_seed_and_folder_and_nothing_is_writte
     places = [str(run.folder.relative_to(tmp_path / "toy")) for run in runs]
     assert places[:5] == ["one/seed0/train", "one/seed0/extend", "one/seed0/loss", "two/seed0/extend", "two/seed0/loss"]
     assert [run.name for run in runs] == places and len(places) == 10
-    assert f"start_from={tmp_path}/toy/one/seed0/train/checkpoints/last.ckpt" in runs[3].command
+    assert f"start_from={tmp_path}/toy/one/seed0/train" in runs[3].command
     assert not list(tmp_path.iterdir())
 
 

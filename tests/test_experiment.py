@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from short_runs import composed_in, without_pictures
+from stored import store
 
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
@@ -25,7 +25,6 @@ from gsm.experiments import execute as experiments
 from gsm.experiments import runs as planned
 from gsm.experiments.execute import train_all
 from gsm.experiments.runs import Experiment
-from gsm.training.resume import FORMAT, STATE
 
 TOY = """# @package _global_
 # Does anything happen?
@@ -93,8 +92,8 @@ def toy(folder: Path, *given: str, text: str = TOY, script: Sequence[str] = ()) 
     """The same, with the checkpoints that its runs will leave."""
     experiment = composed(folder, *given, text=text, script=script)
     for trial in experiment.trials():
-        known = {"format": FORMAT, STATE: {"world": 1}, "state_dict": {}, "global_step": 1, "started_from": None}
-        torch.save({**known, "hyper_parameters": {"config": trial.config}}, folder / f"{trial.arm}{trial.seed}")
+        run = folder / f"{trial.arm}{trial.seed}"
+        store(run, training_state={}, started_from=None, hyper_parameters={"config": trial.config})
     return experiment
 
 

@@ -13,6 +13,7 @@ import tiny_text
 from short_runs import BYTES, NO_PICTURES, SIZES
 from test_experiment import TOY, configs, place, read_csv, until
 
+from gsm.checkpoint import newest
 from gsm.experiments.table import read_runs
 from gsm.paths import ROOT
 
@@ -42,7 +43,7 @@ def test_an_experiment_from_an_interruption_to_its_table(tmp_path: Path):
         return subprocess.Popen([*command, *more], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
 
     parent = type_in("arm=[plain,mhc]")
-    until((place(tmp_path, "mhc/seed0") / "checkpoints/last.ckpt").is_file, seconds=300)
+    until(lambda: newest(place(tmp_path, "mhc/seed0")), seconds=300)
     parent.terminate()
     printed = output(parent)
     assert parent.returncode == 128 + signal.SIGTERM, printed

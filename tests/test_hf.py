@@ -241,8 +241,8 @@ def damaged(folder: Path, place: Path, **changes: Any) -> Path:
     [
         ({"model": {"_target_": "os.system", "command": "true"}}, "not trusted"),
         ({"model": None}, "model"),
-        ({"run": None}, "not one that export.py has written"),
-        ({"model_type": "llama"}, "not one that export.py has written"),
+        ({"run": None}, "describes no model of this project"),
+        ({"model_type": "llama"}, "describes no model of this project"),
     ],
     ids=["foreign part", "no model", "no run", "another model"],
 )
@@ -260,7 +260,7 @@ def test_a_config_that_names_a_foreign_part_builds_nothing(folder: Path, tmp_pat
 def test_weights_that_are_cut_off_or_of_another_model_are_an_error(folder: Path, tmp_path: Path):
     copy = damaged(folder, tmp_path)
     (copy / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:5000])
-    with pytest.raises(CheckpointError, match="truncated or damaged"):
+    with pytest.raises(CheckpointError, match="model.safetensors"):
         gsm.load_model(copy)
     other = GSMForCausalLM(GSMConfig.of_variant(overrides="size.dim=64 size.vocabulary=500".split()))
     other.save_pretrained(tmp_path / "other")
@@ -336,7 +336,7 @@ def test_the_folder_names_its_code_for_those_who_do_not_import_it(folder: Path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ({"checkpoint": "nano", "weights": "int8"}, "weights=int8 is not allowed"),
+        ({"checkpoint": "nano", "weights": "int8"}, "weights must be .* got int8"),
         ({"checkpoint": "nano", "to": __file__}, "because it is a file"),
         ({"checkpoint": "nano", "to": str(Path(__file__).parent)}, "because the folder is not empty and no export"),
     ],

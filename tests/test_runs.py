@@ -13,10 +13,10 @@ import torch
 from short_runs import BY_MODEL, TINY, composed_in, without_pictures
 from stored import store
 
-from gsm.checkpoint import newest
+from gsm.checkpoint import newest, read
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
-from gsm.config.load import CheckpointError, digest, read_checkpoint
+from gsm.config.load import CheckpointError, checkpoint_folder, digest, read_checkpoint
 from gsm.evaluation import checkpoints, commands
 from gsm.evaluation.ruler import Ruler
 from gsm.experiments import execute as experiments
@@ -88,7 +88,14 @@ def pretend(config: dict[str, Any]) -> None:
     place = Path(config["folder"])
     facts = {"status": "finished", "arm": config["arm"], "steps": config["trainer"]["max_steps"]}
     write_json(place / "summary.json", facts)
-    store(place, training_state={}, started_from=digest(config["start_from"]), hyper_parameters={"config": config})
+    trained = {"model.x": torch.tensor(float(config["trainer"]["max_steps"]))}
+    store(
+        place,
+        state_dict=trained,
+        training_state={},
+        started_from=digest(config["start_from"]),
+        hyper_parameters={"config": config},
+    )
 
 
 @pytest.fixture
@@ -152,8 +159,8 @@ def test_a_branch_of_a_stable_run_is_the_run_of_its_length_bit_for_bit(
     assert "Going on from" in (output := capsys.readouterr().out) and "schedules jump" not in output
     for name, steps in (("short", 12), ("long", 20)):
         train_all(asked(*wsd, f"trainer.max_steps={steps}", f"name={name}", "seeds=1"))
-        alone = read_checkpoint(asked(f"name={name}", "seeds=1").folder / "gsm/seed0")
-        branch = read_checkpoint(only(made).folder / name)
+        folders = asked(f"name={name}", "seeds=1").folder / "gsm/seed0", only(made).folder / name
+        alone, branch = (read(checkpoint_folder(folder)) for folder in folders)
         torch.testing.assert_close(branch["state_dict"], alone["state_dict"], rtol=0, atol=0)
         moments, expected = (content["optimizer_states"][0]["state"] for content in (branch, alone))
         torch.testing.assert_close(moments, expected, rtol=0, atol=0)

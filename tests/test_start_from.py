@@ -13,9 +13,17 @@ import tiny_text
 import torch
 from short_runs import BY_MODEL, BYTES, TINY, assemble
 
+from gsm import checkpoint
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
-from gsm.config.load import CheckpointError, digest, instantiate, instantiate_model, load_tokenizer, read_checkpoint
+from gsm.config.load import (
+    CheckpointError,
+    checkpoint_folder,
+    digest,
+    instantiate,
+    instantiate_model,
+    load_tokenizer,
+)
 from gsm.data.tokenizer import Tokenizer
 from gsm.training.folder import finished
 from gsm.training.module import LanguageModeling
@@ -49,7 +57,7 @@ def composed(home: Path, *more: str) -> dict[str, Any]:
 def test_it_has_the_weights_and_neither_steps_nor_optimiser(home: Path, capsys: pytest.CaptureFixture[str]):
     config = composed(home, "name=second", "optimizer.learning_rate=0.0", "seed=5")
     train(config)
-    one, two = read_checkpoint(first(home)), read_checkpoint(config["folder"])
+    one, two = (checkpoint.read(checkpoint_folder(folder)) for folder in (first(home), config["folder"]))
     torch.testing.assert_close(two["state_dict"], one["state_dict"], rtol=0, atol=0)
     assert two["global_step"] == 1
     moments, others = (

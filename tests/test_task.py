@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from gsm.checkpoint import newest, steps
 from gsm.config.load import read_checkpoint
 from gsm.data.module import TextData
-from gsm.training.callbacks.checkpoints import Best, Latest
+from gsm.training.callbacks.checkpoints import Best, Folders, Latest
 from gsm.training.callbacks.metrics_file import MetricsFile
 from gsm.training.callbacks.throughput import Throughput
 from gsm.training.module import LanguageModeling
@@ -87,6 +87,7 @@ def make_trainer(folder: Path, steps: int, callbacks: list[lightning.Callback] |
         num_sanity_val_steps=0,
         default_root_dir=folder,
         callbacks=[*(callbacks or []), ResumeState()],
+        plugins=[Folders()],
         **quiet | options,
     )
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
+from stored import same
 
 import gsm
 from adversary import inside
 from adversary.outcome import Case, Wrong
 from adversary.world import World
+from gsm.checkpoint import read_weights
 
 
 def mutate(draw: random.Random, content: bytes) -> tuple[str, bytes]:
@@ -37,19 +39,6 @@ def mutate(draw: random.Random, content: bytes) -> tuple[str, bytes]:
     return f"{kind} at {at} of {size}", bytes(changed)
 
 
-def same(one: Any, two: Any) -> bool:
-    """Whether nested containers with tensors are equal, NaN to NaN."""
-    if isinstance(one, torch.Tensor):
-        if not isinstance(two, torch.Tensor) or one.dtype != two.dtype or one.shape != two.shape:
-            return False
-        return one.contiguous().numpy().tobytes() == two.contiguous().numpy().tobytes()
-    if isinstance(one, dict):
-        return isinstance(two, dict) and one.keys() == two.keys() and all(same(one[key], two[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return type(one) is type(two) and len(one) == len(two) and all(map(same, one, two))
-    return type(one) is type(two) and (one == two or one != one and two != two)
-
-
 def check_weights(model: torch.nn.Module, world: World) -> None:
     """Raise Wrong if a loaded model has other weights than the run's checkpoint."""
     for name, value in model.state_dict().items():
@@ -60,17 +49,18 @@ def check_weights(model: torch.nn.Module, world: World) -> None:
 def flipped(draw: random.Random, world: World) -> Case:
     """Damage the checkpoint of a run on the disk, then use it."""
     use = draw.choice(["load_model", "resume", "branch", "start_from"])
-    how, content = mutate(draw, world.last.read_bytes())
+    name = draw.choice(sorted(path.name for path in world.last.iterdir()))
+    how, content = mutate(draw, (world.last / name).read_bytes())
 
     def run(folder: Path) -> None:
-        last = folder / "run/checkpoints/last.ckpt"
-        last.parent.mkdir(parents=True)
-        last.write_bytes(content)
+        last = folder / "run/checkpoints" / world.last.name
+        shutil.copytree(world.last, last)
+        (last / name).write_bytes(content)
         if use == "load_model":
             check_weights(gsm.load_model(last), world)
         elif use == "start_from":
             inside.build(world.config("started", f"start_from={last}", f"folder={folder / 'new'}"))
-            if not same(torch.load(last, weights_only=True)["state_dict"], world.saved["state_dict"]):
+            if not same(read_weights(last), world.saved["state_dict"]):
                 raise Wrong("it started from other weights than were written")
         else:
             start = [f"start_from={last}", "start_fresh=false"] if use == "branch" else []
@@ -78,4 +68,4 @@ def flipped(draw: random.Random, world: World) -> Case:
             if not same(inside.resumed(world.config("resumed", *resume)), world.saved):
                 raise Wrong("it goes on from another content than was written")
 
-    return Case(run, f"last.ckpt, {how}, {use}", ("last.ckpt",), outside=(world.home / "cache",))
+    return Case(run, f"{name}, {how}, {use}", (name, "checkpoints"), outside=(world.home / "cache",))

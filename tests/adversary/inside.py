@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import gsm.experiments.execute  # noqa: F401 - what train.py imports late: whoever is forked from here has it
+from gsm.checkpoint import read
 from gsm.config.command_line import REMEDIES, errors_as_sentences
 from gsm.config.compose import compose
-from gsm.config.load import instantiate, read_checkpoint
+from gsm.config.load import instantiate
 from gsm.training import run
 from gsm.training.callbacks.summary import Summary, commit, versions
 from gsm.training.folder import Start, prepare
@@ -47,4 +48,4 @@ def resumed(config: Mapping[str, Any]) -> dict[str, Any]:
     start = prepare(config)
     assemble(config, start)
     assert start.checkpoint is not None, "it starts over without a word"
-    return read_checkpoint(start.checkpoint)
+    return read(start.checkpoint)

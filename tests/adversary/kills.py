@@ -25,7 +25,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from short_runs import TINY, below, called, lines, scalars
 
 from adversary.damage import same
@@ -40,7 +39,17 @@ PAUSE = 0.02  # seconds between two looks
 SAVED = ("state_dict", "optimizer_states", "lr_schedulers", "global_step")  # of a checkpoint; the rest holds paths
 # What no two runs share: of a summary what was measured with a clock, the repository's commit, and the digest of a
 # checkpoint, which holds times and places; of the cache's notes when a file was written, and the checksum over that.
-OWN = {"tokens_per_second", "train_seconds", "seconds", "peak_memory_bytes", "commit", "checkpoint", "changed", "crc32"}
+OWN = {
+    "files",
+    "tokens_per_second",
+    "train_seconds",
+    "seconds",
+    "peak_memory_bytes",
+    "commit",
+    "checkpoint",
+    "changed",
+    "crc32",
+}
 CLOCK = re.compile(rb"\b\d+(:\d\d)+\b")  # how long runs have trained, on the page of results
 ARMS = """# @package _global_
 # Does the rate matter?
@@ -230,9 +239,8 @@ def files_of(home: Path) -> dict[str, Any]:
             contents[str(Path(name).with_name("events"))] = scalars(path.parent)
         elif path.name == "metrics.csv":
             contents[name] = lines(path.parent)
-        elif path.suffix == ".ckpt":
-            saved = torch.load(path, weights_only=True)
-            contents[name] = {part: saved[part] for part in SAVED}
+        elif path.suffix == ".safetensors":
+            contents[name] = path.read_bytes()
         else:
             content = path.read_bytes().replace(str(home).encode(), b"HOME")
             content = CLOCK.sub(b"TIME", content) if path.suffix == ".html" else content

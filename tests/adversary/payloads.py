@@ -7,6 +7,7 @@ import pickle
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ REFERENCES = (
     "${seed}",
     "${root:}",
 )
+FILES = ("model.safetensors", "optim.safetensors", "config.json", "state.json", "tokenizer.json")
 KINDS = ["a call"] * 3 + ["calls", "an odd name", "a reference", "a known part elsewhere", "a pickle", "a place"]
 ANY = ("model", "model", "model", "data", "optimizer", "trainer", "callbacks", "")
 PARTS = {  # where a use looks, most of the time
@@ -79,7 +81,9 @@ def case(draw: random.Random, world: World) -> Case:
     """A checkpoint with one or several payloads, and one way to use it."""
     use = draw.choice(list(USES))
     what = draw.choice(KINDS)
-    made = _pickle if what == "a pickle" else lambda folder: _saved(draw, world, use, what, folder)
+    made = (
+        partial(_pickle, draw, world) if what == "a pickle" else lambda folder: _saved(draw, world, use, what, folder)
+    )
 
     def run(folder: Path) -> None:
         (folder / "strangers_module.py").write_text("import pathlib, os\npathlib.Path('mark').touch()\n")
@@ -91,7 +95,7 @@ def case(draw: random.Random, world: World) -> Case:
         if isinstance(result, torch.nn.Module):
             check_weights(result, world)
 
-    names = ("last.ckpt", "model", "data", "checkpoint", "differs in")
+    names = (*FILES, "checkpoints", "model", "data", "checkpoint", "differs in")
     return Case(run, f"{what}, {use}", names, outside=(world.home / "cache",))
 
 
@@ -172,7 +176,7 @@ def _place(draw: random.Random, config: dict[str, Any], folder: Path) -> None:
         elif key == "path":
             config["data"]["path"] = draw.choice([away, "/proc/self", "/dev", "\0"])
         elif key == "callbacks":
-            config["callbacks"]["latest"]["path"] = f"{away}/last.ckpt"
+            config["callbacks"]["latest"]["folder"] = away
         else:
             config[key] = away
 
@@ -182,12 +186,11 @@ class _Runs:
         return exec, ("import pathlib; pathlib.Path('mark').touch()",)
 
 
-def _pickle(folder: Path) -> Path:
-    """Write a file of torch.save with a pickle that calls a function."""
-    path = folder / "run/checkpoints/last.ckpt"
-    path.parent.mkdir(parents=True)
-    torch.save({"state_dict": {}, "hyper_parameters": {"config": {"model": _Runs()}}}, path)
-    return path
+def _pickle(draw: random.Random, world: World, folder: Path) -> Path:
+    """Write a file of torch.save with a pickle that calls a function, in the place of a checkpoint's file."""
+    step = world.put(world.checkpoint(), folder)
+    torch.save({"state_dict": {}, "hyper_parameters": {"config": {"model": _Runs()}}}, step / draw.choice(FILES))
+    return step
 
 
 def _train(world: World, folder: Path, *words: str) -> None:

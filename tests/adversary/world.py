@@ -11,8 +11,10 @@ from typing import Any
 import tiny_text
 import torch
 from short_runs import arguments
+from stored import store
 
 from adversary import inside
+from gsm.checkpoint import newest, read
 
 STEPS = "trainer.max_steps=6"
 QUICK = ["trainer.val_check_interval=6", STEPS]
@@ -33,8 +35,9 @@ class World:
         self.run = home / "logs/plain/gsm/seed0"
         self.composed = inside.compose(arguments(home, "plain", *QUICK))
         self.finish(self.config("plain"))
-        self.last = self.run / "checkpoints/last.ckpt"
-        self.saved = torch.load(self.last, weights_only=True)
+        last = newest(self.run)
+        assert last is not None
+        self.last, self.saved = last, read(last)
 
     def config(self, name: str, *more: str) -> dict[str, Any]:
         """The run's configuration under another name, the caller's own. Where nothing but places are other, that is
@@ -77,12 +80,9 @@ class World:
 
     def put(self, checkpoint: dict[str, Any], folder: Path, config: dict[str, Any] | None = None) -> Path:
         """A run's folder that holds this checkpoint."""
-        path = folder / "run/checkpoints/last.ckpt"
-        path.parent.mkdir(parents=True)
         if config is not None:
             checkpoint["hyper_parameters"]["config"] = config
-        torch.save(checkpoint, path)
-        return path
+        return store(folder / "run", **checkpoint)
 
 
 def _moved(value: Any, old: str, new: str) -> Any:
