@@ -187,7 +187,7 @@ def test_a_branch_that_trains_otherwise_is_refused_before_anything_moves(asked: 
 def test_what_is_finished_is_not_done_again_and_what_has_changed_is(asked: Callable[..., Experiment], done: list[str]):
     train_all(asked(THREE))
     assert done == ["gsm/seed0/train", "gsm/seed0/extend", "gsm/seed0/loss"]
-    changed = (THREE, "++runs.extend.data.batch_size=2")
+    changed = (THREE, "++runs.extend.trainer.max_steps=3")
     assert only(asked(THREE)).finished() and not only(asked(*changed)).finished()
     del done[:]
     train_all(asked(THREE))

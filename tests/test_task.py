@@ -351,7 +351,7 @@ def test_a_checkpoint_holds_plain_containers_and_all_that_generation_needs(tmp_p
     fit(trainer, make_task(), [a_batch()])
     checkpoint = read_checkpoint(tmp_path)
     assert checkpoint["hyper_parameters"] == {"config": {"model": {"_target_": "somewhere.Bigram"}, "stages": [2, 4]}}
-    assert checkpoint["tokenizer"] == {"kind": "bytes", "json": None}
+    assert checkpoint["tokenizer"] == {"kind": "bytes"}
     assert sorted(checkpoint["state_dict"]) == [f"model.{name}" for name in sorted(Bigram().state_dict())]
 
 

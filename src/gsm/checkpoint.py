@@ -100,19 +100,23 @@ def split(content: Mapping[str, Any]) -> tuple[Tensors, Tensors, dict[str, Any]]
             others[path] = value
             return {"tensor": path}
         if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-            parts = value.items()
-            return {key: plain(below, f"{path}.{key}") for key, below in parts if f"{path}.{key}" != TIED}
+            return {key: plain(below, f"{path}.{key}") for key, below in value.items()}
         if isinstance(value, list | tuple):
             return [plain(below, f"{path}.{number}") for number, below in enumerate(value)]
         if value is None or isinstance(value, bool | int | float | str):
             return value
         raise TypeError(f"{path} must be a tensor or a value of JSON to be saved, got {value!r:.60}")
 
-    weights = {key: value for key, value in content["state_dict"].items() if key != HEAD}
+    weights = dict(content["state_dict"])
+    rest["tied"] = {HEAD, EMBEDDING} <= weights.keys() and _at(weights[HEAD]) == _at(weights[EMBEDDING])
+    for kept in (weights, rest.get("current_model_state", {})) if rest["tied"] else ():
+        kept.pop(HEAD)
     return weights, others, {key: plain(value, key) for key, value in rest.items()}
 
 
-TIED = f"current_model_state.{HEAD}"  # the same beside averaged weights
+def _at(x: Tensor) -> tuple[int, torch.Size]:
+    """Return where a tensor lies, or the share of it that is here."""
+    return getattr(x, "to_local", lambda: x)().data_ptr(), x.shape
 
 
 def join(weights: Tensors, others: Tensors, rest: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,7 +137,7 @@ def join(weights: Tensors, others: Tensors, rest: Mapping[str, Any]) -> dict[str
             state.setdefault(name, {})[entry] = value
     for optimizer in content.get("optimizer_states", ()):
         optimizer["state"] = state
-    for kept in (weights, content.get("current_model_state", {})):
+    for kept in (weights, content.get("current_model_state", {})) if content.get("tied") else ():
         if EMBEDDING in kept:
             kept[HEAD] = kept[EMBEDDING]
     return {**content, "state_dict": weights}
@@ -194,7 +198,7 @@ def complete(folder: Path, rest: Mapping[str, Any], files: Mapping[str, list[int
         files: size and CRC-32 of the files with tensors.
     """
     described = model_files(rest, folder)
-    state = {key: value for key, value in rest.items() if key not in (*FACTS, "hyper_parameters")}
+    state = {key: value for key, value in rest.items() if key not in (*FACTS, "hyper_parameters", "tied")}
     sizes = {name: checksum(folder / name) for name in described}
     write_json(folder / STATE, {**state, "format": FORMAT, "files": {**files, **sizes}})
 
@@ -210,6 +214,7 @@ def model_files(rest: Mapping[str, Any], folder: Path) -> list[str]:
     content = {
         "model_type": "gsm",
         "architectures": ["GSMForCausalLM"],
+        "tie_word_embeddings": rest["tied"],
         "max_position_embeddings": size.get("context"),
         "model": model,
         "run": run,
@@ -246,6 +251,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
         **facts,
         "hyper_parameters": {"config": {**config, "model": model}},
         "tokenizer": _tokenizer(folder, facts.get("tokenizer")),
+        "tied": described.get("tie_word_embeddings", True),
     }
 
 
@@ -312,7 +318,7 @@ def read_tensors(folder: Path, first: str = WEIGHTS) -> Iterator[tuple[str, Tens
 
 def read_weights(folder: Path) -> Tensors:
     """Return the weights of a folder by name, the head among them. Raises CheckpointError."""
-    return join(dict(read_tensors(folder)), {}, {})["state_dict"]
+    return join(dict(read_tensors(folder)), {}, {"tied": read_facts(folder)["tied"]})["state_dict"]
 
 
 def read(folder: Path, take: Callable[[str, Tensor], Tensor] = lambda name, value: value) -> dict[str, Any]:
