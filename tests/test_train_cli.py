@@ -288,14 +288,6 @@ def test_a_run_that_was_cut_off_after_its_last_step_is_finished(tmp_path: Path, 
     assert resumed["tokens"] == straight["tokens"]
 
 
-def test_a_sweep_without_a_finished_run_has_nothing_to_compare(tmp_path: Path, processes: Any):
-    """It printed the command of `compare.py` for folders that were not there."""
-    words = ["-m", "seed=0,1", *arguments(tmp_path), "data.path=nowhere"]
-    done = typed(processes, tmp_path, "train.py", *words)
-    assert done.returncode == 1 and done.stderr.count("error: ") == 2, done.stderr
-    assert "Next:" not in done.stdout
-
-
 SHOWS_ID = """import os, lightning
 
 class Shows(lightning.Callback):
