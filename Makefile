@@ -38,9 +38,10 @@ train: $(STAMP)  ## train a small model on a CPU in minutes; ARGS= goes to train
 test: $(STAMP)  ## run the quick tests; ARGS= goes to pytest: -m 'not nightly' runs those of CI, -m nightly those of the night
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow and not nightly' $(ARGS)
 
-lint: $(STAMP)  ## check format, style, types and notebooks, as CI does
+lint: $(STAMP)  ## check format, style, imports, types and notebooks, as CI does
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/pyright
 	$(notebooks) -exec $(BIN)/nbstripout --verify {} +
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import itertools
 import os
 import re
 import subprocess
@@ -15,7 +14,6 @@ from typing import Any
 
 import nbformat
 import pytest
-import yaml
 
 import gsm_kernels
 from gsm.config.options import HIDDEN
@@ -49,31 +47,11 @@ HOME = {  # slot: its page
 }
 
 
-class Loader(yaml.SafeLoader):
-    """Reads mkdocs.yml, whatever tags it has."""
-
-
-Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
-
-
-def navigation() -> list[str]:
-    """The pages that mkdocs.yml lists, sections one level deep."""
-    entries = [entry for item in yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"] for entry in item.values()]
-    nested = [part for entry in entries if isinstance(entry, list) for part in entry]  # a title and its page, or a page
-    pages = [part if isinstance(part, str) else next(iter(part.values())) for part in nested]
-    return [entry for entry in entries if isinstance(entry, str)] + pages
-
-
 def anchors(page: Path) -> set[str]:
     """What its headings are called, as Python-Markdown and forges do."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
     plain = (re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).lower() for heading in headings)
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip()) for heading in plain}
-
-
-def test_every_page_is_in_the_navigation_once_and_nothing_else():
-    notebooks = [f"notebooks/{path.stem}.md" for path in (ROOT / "notebooks").glob("*.ipynb")]  # made by the hook
-    assert sorted(navigation()) == sorted(PAGES + notebooks)
 
 
 @pytest.mark.parametrize("name", READ)
@@ -96,14 +74,6 @@ def test_the_python_of_the_readme_runs_and_its_patch_changes_the_logits(capsys: 
     exec(code, names)
     assert float(re.search(r"[\d.]+", capsys.readouterr().out)[0]) > 0.1
     assert names["seen"]["stage/1/increment"].shape == (1, 200, names["model"].dim)
-
-
-@pytest.mark.parametrize("name", READ)
-def test_every_column_of_a_table_has_a_heading(name: str):
-    lines = CODE.sub("code", (ROOT / name).read_text()).splitlines()
-    for heading, rule in itertools.pairwise(lines):
-        if heading.startswith("|") and re.fullmatch(r"\|( *:?-+:? *\|)+", rule):
-            assert all(cell.strip() for cell in heading[1:-1].split("|")), f"{name}: {heading}"
 
 
 @pytest.mark.parametrize("slot", sorted(HOME))

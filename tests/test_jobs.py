@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from test_experiment import until
 
 from gsm.experiments.jobs import Child, work_off
 from gsm.experiments.runs import Run
+from gsm.signals import answered
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
@@ -70,3 +72,11 @@ def running(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_a_hangup_is_answered_unless_the_process_was_started_to_outlive_it():
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    assert signal.SIGHUP in answered()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert answered() == (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    signal.signal(signal.SIGHUP, before)

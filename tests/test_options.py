@@ -1,4 +1,4 @@
-"""``--help`` says of every option what it is, marks what is taken, and leaves out what only programs ask for."""
+"""``--help`` lists every option, marks what is taken, and leaves out what only programs ask for."""
 
 from __future__ import annotations
 
@@ -29,13 +29,9 @@ def said(script: str = "train", *folders: Path, **chosen: str) -> dict[str, dict
 
 
 @pytest.mark.parametrize("group", sorted(group for group in GROUPS if scripts_of(group) == ["train"]))
-def test_every_option_has_a_line_that_says_what_it_is(group: str):
-    shown = said().get(group, {})
+def test_every_option_is_listed(group: str):
     names = {name for name in GROUPS[group] if not name.startswith(options.HIDDEN)}
-    assert shown.keys() == (names if len(names) > 1 else set())
-    for name, line in shown.items():
-        assert len(line.replace("*", "").split()) > 3, f"{group}={name} says nothing"
-        assert not line.endswith("et al."), "a sentence does not end there"
+    assert said().get(group, {}).keys() == (names if len(names) > 1 else set())
 
 
 def test_a_star_is_before_what_is_chosen_and_nowhere_else():

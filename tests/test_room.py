@@ -8,29 +8,21 @@ from typing import Any
 import pytest
 import torch
 
+import gsm
 from gsm.costs import room
-from gsm.costs.room import Room
+from gsm_benchmarks import machine
 from gsm_benchmarks.machine import watching
 
 CPU = torch.device("cpu")
 
 
-def test_room_knows_what_fits():
-    some = Room(lambda tokens: 100 * tokens, chunk=10, batch=1, each=50.0)
-    assert some.needed(20) == 2000 + 500
-    most = some.fits(2500)
-    assert some.needed(most) <= 2500 < some.needed(most + 1) and most == 20
-    assert some.fits(100) == 0
-    assert "would fit: 20 tokens at batch 1" in some.refusal(1000, 2500)
-
-
-@pytest.mark.parametrize("tokens", [20, 5])
-def test_what_was_tried_in_vain_is_not_said_to_fit(tokens):
-    some = Room(lambda tokens: 100 * tokens, chunk=10, batch=1, each=50.0)
-    assert some.needed(tokens) < 5000
-    said = some.refusal(tokens, 5000)
-    assert said.startswith("out of memory: more than ") and int(said.split("would fit: ")[1].split()[0]) < tokens
-    assert some.each == 50  # another request may well find room
+def test_the_largest_number_of_tokens_that_fits_is_named():
+    needed = room.needs(gsm.build_model("gsm", "pico"), chunk=10)
+    for free in (needed(40), needed(40) - 1, needed(999)):
+        most = int(room.refusal(needed, 1000, free).split()[-4])
+        assert needed(most) <= free and (most == 999 or free < needed(most + 1))
+    assert room.refusal(needed, 1000, needed(1000)).endswith("; 999 tokens would fit"), "1000 were tried in vain"
+    assert room.refusal(needed, 1000, -1).endswith("; 0 tokens would fit")
 
 
 def peaks(results: Any) -> None:
@@ -72,14 +64,14 @@ def test_the_peak_is_that_of_what_happens_inside(processes: Any):
 
 
 def test_available_memory_is_that_of_the_container(tmp_path, monkeypatch):
-    assert room.available_bytes(CPU) > 1 << 20
+    assert machine.available_bytes(CPU) > 1 << 20
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("400\n")
     (tmp_path / "memory.stat").write_text("anon 300\ninactive_file 70\nactive_file 30\n")
-    monkeypatch.setattr(room, "CGROUP", tmp_path)
-    assert room.available_bytes(CPU) == 670
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    assert machine.available_bytes(CPU) == 670
     (tmp_path / "memory.max").write_text("max\n")
-    assert room.available_bytes(CPU) > 1 << 20
+    assert machine.available_bytes(CPU) > 1 << 20
 
 
 @pytest.mark.parametrize(

@@ -179,9 +179,7 @@ def test_a_model_that_diverged_is_refused_in_one_sentence(run: tuple[Path, str],
 
 
 def test_generate_says_how_much_would_fit(run: tuple[Path, str]):
-    with pytest.raises(
-        ConfigError, match=r"^out of memory: .* would fit: [1-9][\d,]* tokens at batch 1; prompt and new"
-    ):
+    with pytest.raises(ConfigError, match=r"^out of memory: .* [1-9][\d,]* tokens would fit, prompt and new"):
         generate(str(run[0]), prompt="a", max_new_tokens=2**31 - 2, device="cpu")
 
 
@@ -289,14 +287,6 @@ def test_a_run_that_was_cut_off_after_its_last_step_is_finished(tmp_path: Path, 
     assert "Going on with the unfinished run" in capsys.readouterr().out
     assert resumed["val_loss"] == straight["val_loss"]
     assert resumed["tokens"] == straight["tokens"]
-
-
-def test_a_sweep_without_a_finished_run_has_nothing_to_compare(tmp_path: Path, processes: Any):
-    """It printed the command of `compare.py` for folders that were not there."""
-    words = ["-m", "seed=0,1", *arguments(tmp_path), "data.path=nowhere"]
-    done = typed(processes, tmp_path, "train.py", *words)
-    assert done.returncode == 1 and done.stderr.count("error: ") == 2, done.stderr
-    assert "Next:" not in done.stdout
 
 
 SHOWS_ID = """import os, lightning

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import lightning
 import pytest
+from short_runs import arguments, lines, typed
 
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
+from gsm.paths import ROOT
 from gsm.training import trainer as trainers
+from gsm.training.folder import identity
+from gsm.training.run import train
 
 SIGNATURE = inspect.signature(lightning.Trainer).parameters
 
@@ -30,7 +37,7 @@ def test_every_argument_that_is_taken_is_one_of_lightning():
     ],
 )
 def test_an_argument_that_a_run_does_not_take_is_refused(name: str, value: Any):
-    """Clipping by value clipped by norm, a profiler printed nothing, and other loggers and folders were passed over."""
+    """Clipping by value clipped by norm, and other loggers and folders were passed over."""
     with pytest.raises(ConfigError, match=rf"^trainer\.{name}( is|=)") as error:
         trainers.refuse_arguments({"val_check_interval": 1, name: value})
     assert "\n" not in str(error.value)
@@ -42,3 +49,31 @@ def test_a_gpu_that_is_not_there_is_named_with_the_way_out(monkeypatch: pytest.M
         ConfigError, match="trainer.accelerator=gpu is not allowed because PyTorch sees no GPU here. Use"
     ):
         trainers.settings(compose(["size=pico", "trainer.accelerator=gpu"]))
+
+
+def test_a_profiler_is_no_part_of_what_a_run_trains():
+    plain, profiled = (compose(["size=pico", *words]) for words in ([], ["+trainer.profiler=simple"]))
+    assert (identity(plain), plain["folder"]) == (identity(profiled), profiled["folder"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:.*[Pp]rofiler")
+def test_the_profilers_of_the_documentation_report_and_change_nothing(home: Path, tmp_path: Path, processes: Any):
+    page = (ROOT / "docs/training.md").read_text()
+    (profiled,) = re.findall(r"```yaml\n(defaults:\n  - default\nprofiler:\n.*?)```", page, re.DOTALL)
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer/profiled.yaml").write_text(profiled)
+    shared = [word for word in arguments(home, "profilers", "trainer.max_steps=9") if word != "trainer=cpu"]
+    folders = []
+    for arm, word in {"plain": "trainer=default", "whole": "trainer=profiled"}.items():
+        config = compose([*shared, f"arm={arm}", word], [tmp_path])
+        train(config)
+        folders.append(Path(config["folder"]))
+    (trace,) = (folders[1] / "profile").glob("*training_step*.pt.trace.json")
+    names = [event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]]
+    assert sum(name.startswith("[pl][profile]") and name.endswith(".training_step") for name in names) == 3
+    assert "Self CPU" in (folders[1] / "profile/fit-operations.txt").read_text()
+    printed = typed(processes, tmp_path, "train.py", *shared, "arm=simple", "+trainer.profiler=simple").stderr
+    assert "FIT Profiler Report" in printed and "optimizer_step" in printed
+    assert lines(folders[0]) == lines(folders[1]) == lines(folders[0].parents[1] / "simple/seed0")

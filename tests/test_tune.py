@@ -7,6 +7,7 @@ import csv
 import functools
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ from gsm.experiments import runs as planned
 from gsm.experiments.compare import compare
 from gsm.experiments.execute import expand, train_all
 from gsm.experiments.runs import Experiment, Run
-from gsm.experiments.tune import Choice, Grid, Tuning, next_or_best, read_tune
+from gsm.experiments.tune import Choice, Tuning, choose, combinations, read_tune
 from gsm.files import write_json
+from gsm.paths import ROOT
 from gsm.training.folder import identity
 from gsm.training.run import train
 
@@ -40,15 +42,13 @@ BEST = {"low": 1e-3, "high": 2e-3}  # so that the first stands at an edge
 
 
 def test_a_grid_tries_every_combination_and_marks_a_best_value_at_its_edge():
-    grid = Grid({"a": [1.0, 2.0, 4.0], "b": ["x", "y"]})
-    missing, choice = next_or_best(grid, lambda _: None)
-    assert choice is None and len(missing) == 6 and missing[1] == {"a": 1.0, "b": "y"}
-    choice = next_or_best(grid, lambda values: values["a"] + (values["b"] == "x"))[1]
-    assert choice and choice.values == {"a": 1.0, "b": "y"} and choice.texts() == {"a": "1.0 (edge)", "b": "y"}
-    choice = next_or_best(grid, lambda values: abs(values["a"] - 2))[1]
-    assert choice and choice.texts() == {"a": "2.0", "b": "x"}, "the first of equal ones"
-    choice = next_or_best(Grid({"a": [4.0, 8.0]}), lambda _: math.inf)[1]
-    assert choice and not choice.finite
+    space = {"a": [1.0, 2.0, 4.0], "b": ["x", "y"]}
+    assert len(combinations(space)) == 6 and combinations(space)[1] == {"a": 1.0, "b": "y"}
+    choice = choose(space, lambda values: values["a"] + (values["b"] == "x"))
+    assert choice.values == {"a": 1.0, "b": "y"} and choice.texts() == {"a": "1.0 (edge)", "b": "y"}
+    choice = choose(space, lambda values: abs(values["a"] - 2))
+    assert choice.texts() == {"a": "2.0", "b": "x"}, "the first of equal ones"
+    assert not choose({"a": [4.0, 8.0]}, lambda _: math.inf).finite
 
 
 @pytest.mark.parametrize("values", [["a", "b"], [True, False], [1.0], [None, 2.0]])
@@ -341,9 +341,6 @@ def test_arms_with_different_best_values_share_no_run(real: Callable[..., Experi
     assert final == [f"{arm}/seed0/{name}" for arm in ("low", "high") for name in ("train", "extend")]
 
 
-RANGED = {RATE: {"low": 1e-3, "high": 1e-2}}
-
-
 @pytest.mark.parametrize(
     ("tune", "sentence"),
     [
@@ -352,7 +349,7 @@ RANGED = {RATE: {"low": 1e-3, "high": 1e-2}}
         ({RATE: 1e-3}, r"^tune\.optimizer\.learning_rate .*0\.001"),
         ({RATE: [1e-3, 1e-3]}, r"^tune\.optimizer\.learning_rate "),
         ({RATE: []}, r"^tune\.optimizer\.learning_rate "),
-        (RANGED, r"^tune\.optimizer\.learning_rate\.low .*tune\.tuner=optuna"),
+        ({RATE: {"low": 1e-3, "high": 1e-2}}, r"^tune\.optimizer\.learning_rate\.low .*0\.001"),
         ({RATE: [1, 2], "attempts": 6}, r"^tune\.attempts .*6"),
         ({RATE: [1, 2], "grow": 1}, r"^tune\.grow .*1"),
         ({"seed": [1, 2]}, "^tune .*seed=1"),
@@ -363,7 +360,7 @@ RANGED = {RATE: {"low": 1e-3, "high": 1e-2}}
         ({RATE: [1, 2], "by": {"ppl/loss": "lowest"}}, r"^tune\.by .*ppl/loss"),
         ({RATE: [1, 2], "seeds": []}, "^seeds "),
         ({RATE: [1, 2], "run": "extnd"}, "unknown run 'extnd'; did you mean extend"),
-        ({RATE: [1, 2], "tuner": "optna"}, "unknown tuner 'optna'; did you mean optuna"),
+        ({RATE: [1, 2], "tuner": "optuna"}, r"^tune\.tuner .*'optuna'"),
     ],
 )
 def test_what_cannot_be_tuned_is_refused(tune: Any, sentence: str):
@@ -439,3 +436,28 @@ def test_real_runs_are_tuned_and_one_that_diverges_counts_as_the_worst(
     del Pretends.started[:]
     train_all(real(tune, BY_MODEL, "trainer.max_steps=10", "seeds=1"))
     assert Pretends.started == []
+
+
+@pytest.mark.slow
+def test_the_example_with_optuna_tunes_on_the_tuning_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The code of docs/experiments.md, with a smaller model; a second start goes on with the study."""
+    pytest.importorskip("optuna", reason="the extra all is not installed")
+    (code,) = re.findall(r"```python\n(import optuna.*?)```", (ROOT / "docs/experiments.md").read_text(), re.DOTALL)
+    (tmp_path / "text").mkdir()
+    places = [f"data.path={tiny_text.write(tmp_path / 'text')}", f"data.cache_dir={tmp_path / 'cache'}"]
+    smaller = [*TINY, *places, f"logs={tmp_path / 'logs'}", "trainer.max_steps=6"]
+    code = code.replace("FIXED = [", f"FIXED = {smaller} + [").replace("n_trials=20", "n_trials=2")
+    monkeypatch.chdir(tmp_path)
+    for trials in (2, 4):
+        names: dict[str, Any] = {}
+        exec(code, names)
+        summaries = [json.loads(path.read_text()) for path in tmp_path.rglob("summary.json")]
+        assert [one["data"]["held_out"] for one in summaries] == ["tuning"] * trials
+        assert names["study"].best_value == min(one["bits_per_byte"] for one in summaries)
+        assert len(names["study"].trials) == trials
+    command = capsys.readouterr().out.splitlines()[-1]
+    assert (
+        command.startswith("python train.py -m ") and f"size.window={names['study'].best_params['window']}" in command
+    )

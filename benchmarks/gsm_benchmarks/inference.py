@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from gsm.costs.model import cost
-from gsm.costs.room import GUESS, Room, available_bytes
+from gsm.costs.room import needs, refusal
 from gsm.data.module import TextData
 from gsm.engine import Engine
 from gsm.models.base import LanguageModel
@@ -215,12 +215,16 @@ class Served:
         self.device, self.dtype = model.embedding.weight.device, model.embedding.weight.dtype
         self.cost = cost(model)
         self.weights = sum(p.numel() * p.element_size() for p in model.parameters())
-        self.room = Room(self.cache_bytes, protocol.chunk, protocol.batch, GUESS * model.dim * self.dtype.itemsize)
+        self._needs = needs(model, protocol.chunk, protocol.batch)
 
     def cache_bytes(self, tokens: int) -> int:
         """Return the bytes of a memory after the prompt and the tokens behind it, by the formula."""
         whole = tokens + self.protocol.steps
         return self.cost.cache_bytes(whole, self.dtype, self.protocol.batch, whole).total()
+
+    def needed(self, tokens: int) -> int:
+        """Return the bytes that a prompt and the tokens behind it need beside the weights, estimated."""
+        return self._needs(tokens + self.protocol.steps)
 
     def engine(self, tokens: int) -> Engine:
         """Return an engine with an empty memory for a prompt and the tokens behind it."""
@@ -329,7 +333,7 @@ def take_turns(cases: Sequence[Case], served: Callable[[str], Served]) -> Iterat
         turn: dict[Case, Request | None] = {}
         for case in waiting:
             model = served(case.model)
-            fits = model.room.needed(case.tokens) <= available_bytes(model.device)
+            fits = model.needed(case.tokens) <= machine.available_bytes(model.device)
             if fits:
                 turn[case] = machine.in_memory(lambda case=case, model=model: Request(model, case.tokens))
             elif not any(turn.values()):
@@ -366,7 +370,7 @@ def _timed(request: Request, timed: bool) -> bool:
 
 
 def _refusal(case: Case, model: Served) -> dict[str, str]:
-    return {"failed": model.room.refusal(case.tokens, available_bytes(model.device))}
+    return {"failed": refusal(model.needed, case.tokens, machine.available_bytes(model.device))}
 
 
 # The table and the picture of a file.

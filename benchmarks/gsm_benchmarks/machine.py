@@ -16,10 +16,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from gsm.costs import room
 from gsm.provenance import commit, processor, sources
 from gsm_kernels.device import triton_version, version
 
 T = TypeVar("T")
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def chosen(device: str) -> torch.device:
@@ -87,14 +89,25 @@ def saved_bytes(call: Callable[[], object], parameters: Iterable[Tensor]) -> int
     return sum(sizes.values())
 
 
+def available_bytes(device: torch.device) -> int:
+    """Return the free bytes of a GPU, or of this machine or its container: a process that takes more is killed."""
+    free = room.available_bytes(device)
+    if device.type != "cuda":
+        with suppress(OSError, ValueError):  # no container, or no limit (`max`)
+            limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+            lines = (CGROUP / "memory.stat").read_text().splitlines()
+            # Used memory includes pages of files; the kernel frees inactive ones on demand.
+            cached = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+            free = min(free, limit - used + cached)
+    return free
+
+
 def in_memory(call: Callable[[], T]) -> T | None:
     """Return the result of a call; None where memory ran out. No error then holds on to the memory of the call."""
-    from gsm.costs.room import out_of_memory
-
     try:
         return call()
     except Exception as error:
-        if not out_of_memory(error):
+        if not room.out_of_memory(error):
             raise
     free()  # only here: until its handler ends, an error holds on to the memory
     return None

@@ -1,7 +1,7 @@
 """The page docs/plan.md: the cost of a token at any length, and the memory of large training runs.
 
 Everything is computed, nothing is measured: FLOPs, bytes and caches by ``gsm.costs.model``, traffic by
-``gsm.costs.traffic``, activations by ``kept``, and the rest from the number P of parameters. With G GPUs:
+``gsm_benchmarks.traffic``, activations by ``kept``, and the rest from the number P of parameters. With G GPUs:
 
     weights, gradients, AdamW   4 P + 4 P + 8 P in float32: on every GPU (DDP), or a G-th of it (FSDP2)
     buckets                     4 P: DDP's copy of the gradients
@@ -28,12 +28,12 @@ from torch import nn
 
 from gsm.cache.memory import map_nodes
 from gsm.cache.store import Column
-from gsm.costs import traffic
 from gsm.costs.model import Cost
 from gsm.models.base import LanguageModel
 from gsm.models.geometry import Geometry
 from gsm.models.stack import Stack
 from gsm.tables import length_text
+from gsm_benchmarks import traffic
 from gsm_kernels import using
 from gsm_kernels.device import triton_version
 from gsm_kernels.launch import launching

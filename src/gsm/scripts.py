@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -45,11 +44,8 @@ def train() -> None:
             launcher.refuse_single()
             from gsm.training import run as training
 
-            swept.extend([Path(plain["folder"])] if command_line.sweeping() else [])
             training.train(plain)
 
-    swept: list[Path] = []
-    failed = False
     leave_with_parent()
     lists = command_line.take_cfg_runs()
     command_line.prepare()
@@ -65,16 +61,7 @@ def train() -> None:
     try:
         hydra.main(version_base="1.3", config_path=str(paths.configs()), config_name="train")(run)()
     except command_line.JobFailed:
-        failed = True
-    if swept:
-        from gsm.experiments.table import read_runs
-
-        places = list(dict.fromkeys(folder.parent.parent for folder in swept))
-        places = [command_line.path_text(place) for place in places if any(run.finished for run in read_runs(place))]
-        if places:
-            print(f"\nNext:\n  {command_line.command('compare', *places)}", flush=True)
-    if failed:
-        raise SystemExit(1)
+        raise SystemExit(1) from None
 
 
 def evaluate() -> None:

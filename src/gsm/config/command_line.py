@@ -24,7 +24,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from gsm import paths, terminal
+from gsm import paths
 from gsm.config.check import ConfigError, unknown
 from gsm.config.compose import SEARCH, explain, from_job, register_resolvers, searchpath_word
 from gsm.config.handed import COMPOSED
@@ -59,7 +59,6 @@ def prepare(script: str = "train", part: str | None = None) -> None:
     """
     global prepared
     prepared = True
-    terminal.outlive()
     register_resolvers()
     if os.environ.get("HYDRA_FULL_ERROR") != "1" or OURS in os.environ:
         os.environ |= {"HYDRA_FULL_ERROR": "1", OURS: "1"}  # Hydra then raises, instead of printing a traceback itself
@@ -157,7 +156,6 @@ def call(function: Callable[..., object], script: str, arguments: Sequence[str] 
     Values are taken literally, so that a prompt may hold any character. If the function takes any number of words
     (``*folders``), every word without ``name=`` is one of them.
     """
-    terminal.outlive()
     parsed, unparsed = get_args_parser().parse_known_args(sys.argv[1:] if arguments is None else arguments)
     words = [_at_home(word) for word in (*parsed.overrides, *unparsed)]
     _own_configs(parsed.config_dir)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 DECISIVE = {"model", "size", "data", "optimizer", "trainer", "callbacks", "seed", "global_batch"}
-# Callbacks that change nothing.
+# Callbacks that change nothing; older runs have `profile`.
 WATCHING = {"throughput", "progress", "best", "latest", "charts", "pictures", "profile"}
 IDLE = {
     "data.cache_dir",
@@ -34,7 +34,7 @@ def decides(key: str, branches: bool = False, divided: bool = False) -> bool:
     head, _, rest = key.partition(".")
     if divided and (key in DIVIDING or key.startswith("trainer.strategy")):
         return False
-    if head not in DECISIVE or key in IDLE or key.startswith("trainer.enable_"):
+    if head not in DECISIVE or key in IDLE or key.startswith(("trainer.enable_", "trainer.profiler")):
         return False
     if head == "callbacks":
         return rest.partition(".")[0] not in WATCHING

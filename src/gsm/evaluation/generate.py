@@ -11,8 +11,7 @@ import torch
 
 from gsm.config.check import ConfigError
 from gsm.config.load import load_model, read_checkpoint, refusals, tokenizer_of, usable
-from gsm.costs.model import cost
-from gsm.costs.room import GUESS, Room, available_bytes, out_of_memory
+from gsm.costs import room
 from gsm.data.reading import utf8
 from gsm.data.tokenizer import Tokenizer
 from gsm.engine import CHUNK, Engine
@@ -99,13 +98,10 @@ def _room(model: LanguageModel, tokens: int) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
+        if not room.out_of_memory(error):
             raise
-        weight, costs = model.embedding.weight, cost(model)
-        memory = lambda tokens: costs.cache_bytes(tokens, weight.dtype, capacity=tokens).total()  # noqa: E731
-        room = Room(memory, CHUNK, batch=1, each=GUESS * model.dim * weight.itemsize)
-        refusal = room.refusal(tokens, available_bytes(weight.device))
-        raise ConfigError(f"{refusal}; prompt and new tokens are {tokens:,}. Use fewer of both.") from error
+        refusal = room.refusal(room.needs(model, CHUNK), tokens, room.available_bytes(model.embedding.weight.device))
+        raise ConfigError(f"{refusal}, prompt and new tokens are {tokens:,}. Use fewer of both.") from error
 
 
 def _read(path: str) -> str:

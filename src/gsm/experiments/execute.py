@@ -56,7 +56,7 @@ def expand(config: Mapping[str, Any], given: Sequence[str] = ()) -> list[Run]:
     """Return the runs of a configuration in the order in which they start, and write nothing.
 
     A run that several arms share stands once. With ``tune`` the attempts of a grid come first; an arm has its best
-    values as soon as they are known. Optuna has not chosen its attempts yet.
+    values as soon as they are known.
 
     Args:
         config: composed (``gsm.config.compose.compose``).

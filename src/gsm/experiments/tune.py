@@ -1,26 +1,18 @@
 """Tuning: the values that each arm tries, on a part of its training data, before it trains with the best of them.
 
-An attempt is a trial of the arm with further overrides: its values, the tuning split, and a folder in ``.tuning``. The
-best values become overrides of the arm. A grid tries every combination of its values. Optuna chooses values, also from
-ranges, and keeps each arm's study in a journal.
+An attempt is a trial of the arm with further overrides: its values, the tuning split, and a folder in ``.tuning``.
+Every combination of the values is tried. The best values become overrides of the arm.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from gsm import paths
 from gsm.checkpoint import is_model
 from gsm.config.check import ConfigError, unknown
 from gsm.config.command_line import path_text
@@ -44,22 +36,16 @@ from gsm.tables import filled
 from gsm.training import folder
 
 TUNING = ".tuning"  # in an experiment's folder; nothing that looks for runs looks there
-JOURNAL = "optuna.jsonl"
 HELD_OUT = "data.held_out=tuning"  # the split that no table reports
 NOT_FOR_TUNING = {*NOT_FOR_ARMS, "runs", "start_from", "start_fresh", "data.held_out"}
-GRID, OPTUNA = "grid", "optuna"
-OPTIONS: dict[str, Any] = {"tuner": GRID, "by": None, "seeds": 1, "run": None}  # entries beside keys, with defaults
-FOR_OPTUNA: dict[str, Any] = {"attempts": 20, "at_once": 1}
+OPTIONS: dict[str, Any] = {"by": None, "seeds": 1, "run": None}  # entries beside keys, with defaults
 # Known columns, and their better direction.
 BETTER = {"bits_per_byte": "lowest", "val_loss": "lowest", "val_perplexity": "lowest", "accuracy": "highest"}
 EDGE = " (edge)"  # suffix of a value in a table
-STARTUP = 4  # attempts that Optuna draws at random
-DIGITS = 3  # of a number from a range: it is typed on command lines, and names a folder
 EXAMPLE = "{optimizer.learning_rate: [3e-3, 6e-3]}"
-RANGE = "{low: 1e-3, high: 1e-2, log: true}"
 
 Values = dict[str, Any]  # one value by key
-Space = Mapping[str, Any]  # by key: a list of values, or a distribution of Optuna's
+Space = Mapping[str, list[Any]]  # the values to try, by key
 
 
 @dataclass(frozen=True)
@@ -67,22 +53,16 @@ class Tune:
     """The entry ``tune`` of a configuration. Without keys in its space nothing is tuned.
 
     Attributes:
-        space: by key, in the order of the yaml, a list of values, or a distribution of Optuna's for a range.
+        space: the values to try, by key in the order of the yaml.
         by: keys of ``summary.json``, and ``lowest`` or ``highest``; the first key that a run has decides.
         seeds: the seeds that each combination is trained with.
         until: the last run that is trained, of several; None: all that train.
-        tuner: ``grid`` or ``optuna``.
-        attempts: combinations that Optuna chooses for an arm.
-        at_once: combinations that Optuna chooses before it learns how the first of them ended.
     """
 
-    space: dict[str, Any]
+    space: dict[str, list[Any]]
     by: dict[str, str]
     seeds: list[int]
     until: str | None = None
-    tuner: str = GRID
-    attempts: int = FOR_OPTUNA["attempts"]
-    at_once: int = FOR_OPTUNA["at_once"]
 
     def decides(self) -> str:
         """Return the numbers that decide, in words."""
@@ -149,7 +129,7 @@ class Tuning:
             search.check()
 
     def grid(self) -> list[Trial]:
-        """Return all attempts of the chosen arms' grids, tried or not; none where Optuna chooses them."""
+        """Return all attempts of the chosen arms' grids, tried or not."""
         return [attempt for search in self.chosen for attempt in search.grid()]
 
     def attempts(self) -> list[Trial]:
@@ -157,7 +137,7 @@ class Tuning:
         return [attempt for search in self.chosen for attempt in search.missing()]
 
     def train(self, work: Callable[[list[Trial]], dict[str, list[str]]]) -> dict[str, list[str]]:
-        """Train attempts until the search of every chosen arm has ended: one round of a grid, several of Optuna.
+        """Train the attempts of every chosen arm that have not ended.
 
         Args:
             work: trains attempts, and returns the error lines of failed runs by their names.
@@ -166,7 +146,7 @@ class Tuning:
             the error lines of the arms without a best value, by arm.
         """
         failed: dict[str, list[str]] = {}
-        while attempts := [attempt for attempt in self.attempts() if attempt.arm not in failed]:
+        if attempts := self.attempts():
             arms = ", ".join(dict.fromkeys(attempt.arm for attempt in attempts))
             tried = f"{listed(self.space)}; {len(attempts)} attempts now"
             sentence = f"tuning {arms} on a part of the training data, by {self.tune.decides()}: {tried}"
@@ -179,6 +159,7 @@ class Tuning:
                 elif cost is None:
                     words = [line for run in attempt.runs.values() for line in errors.get(run.name, [])]
                     failed[attempt.arm] = [*failed.get(attempt.arm, []), *words]
+        self.attempts()  # the best values are known now
         for search in self.chosen:
             if search.choice and not search.choice.finite:
                 tried = listed(search.choice.tried)
@@ -251,17 +232,15 @@ class Search:
         self._costs: dict[Trial, float] = {}
 
     def grid(self) -> list[Trial]:
-        """Return the attempts of every combination of values; none where Optuna chooses them."""
-        proposed = Grid(self.space).proposed if self.tune.tuner == GRID else []
-        return [attempt for values in proposed for attempt in self._attempts(values)]
+        """Return the attempts of every combination of values."""
+        return [attempt for values in combinations(self.space) for attempt in self._attempts(values)]
 
     def missing(self) -> list[Trial]:
-        """Return the attempts to train next; without any, ``choice`` is known."""
-        if self.choice:
-            return []
-        missing, self.choice = next_or_best(self._tuner, self._mean)
-        tried = [attempt for values in missing for attempt in self._attempts(values)]
-        return [attempt for attempt in tried if self.cost(attempt) is None]
+        """Return the attempts to train; without any, ``choice`` is known."""
+        missing = [] if self.choice else [attempt for attempt in self.grid() if self.cost(attempt) is None]
+        if not missing and not self.choice:
+            self.choice = choose(self.space, self._mean)
+        return missing
 
     def cost(self, attempt: Trial) -> float | None:
         """Return the number that decides, lower is better; infinite if it has diverged, None if it is not finished.
@@ -286,18 +265,7 @@ class Search:
         start = config.get("start_from")
         if start and not is_model(checkpoint_folder(start)):
             raise ConfigError(f"arm {self.arm}: start_from must be trained before tuning, with arm=..., got {start}")
-        if not self.grid():
-            for values in ends(self.space):
-                self._attempts(values)
-
-    @cached_property
-    def _tuner(self) -> Grid | Study:
-        if self.tune.tuner == GRID:
-            return Grid(self.space)
-        attempt, *_ = self._attempts(ends(self.space)[0])
-        configs = [run.config for run in attempt.runs.values() if run.config]
-        trains = " ".join(folder.identity({**config, "start_from": None}) for config in configs)
-        return Study(self.folder / JOURNAL, self.space, self.tune, trains)
+        self.grid()
 
     def _attempts(self, values: Values) -> list[Trial]:
         """Return the attempts with these values, one for each seed."""
@@ -310,11 +278,10 @@ class Search:
                 attempts.append(self.experiment.build(self.arm, seed, overrides, self.tune.entries))
         return attempts
 
-    def _mean(self, values: Values) -> float | None:
-        """Return the mean cost of the attempts with these values; None while one is not finished."""
-        costs = [self.cost(attempt) for attempt in self._attempts(values)]
-        known = [cost for cost in costs if cost is not None]
-        return math.fsum(known) / len(known) if len(known) == len(costs) else None
+    def _mean(self, values: Values) -> float:
+        """Return the mean cost of the attempts with these values, all of which have ended."""
+        costs = [self._costs[attempt] for attempt in self._attempts(values)]
+        return math.fsum(costs) / len(costs)
 
 
 def _diverged(run: Run) -> bool:
@@ -333,130 +300,32 @@ def _cost(place: Path, by: Mapping[str, str]) -> float:
     raise ConfigError(f"tune.by must be a number of {place}/summary.json, got {' or '.join(by)}")
 
 
-def next_or_best(tuner: Grid | Study, cost: Callable[[Values], float | None]) -> tuple[list[Values], Choice | None]:
-    """Return the values that are still to be trained; if there are none, the best ones.
+def combinations(space: Space) -> list[Values]:
+    """Return every combination of the values."""
+    return [dict(zip(space, values, strict=True)) for values in product(*space.values())]
+
+
+def choose(space: Space, cost: Callable[[Values], float]) -> Choice:
+    """Return the best of all combinations, the first of equal ones.
 
     Args:
-        tuner: proposes values.
-        cost: returns the cost of values: lower is better, infinite is diverged, None is not trained yet.
+        space: the values that were tried.
+        cost: returns the cost of a combination: lower is better, infinite is diverged.
     """
-    while True:
-        costs = [cost(values) for values in tuner.proposed]
-        missing = [values for values, known in zip(tuner.proposed, costs, strict=True) if known is None]
-        if missing:
-            return _distinct(missing), None
-        known = [one for one in costs if one is not None]
-        if not tuner.more(known):
-            best = tuner.proposed[known.index(min(known))]
-            tried = {key: _distinct([values[key] for values in tuner.proposed]) for key in best}
-            lost = [values for values, one in zip(tuner.proposed, known, strict=True) if math.isinf(one)]
-            return [], Choice(best, tried, _distinct(lost), math.isfinite(min(known)))
-
-
-class Grid:
-    """Propose every combination of its lists of values at once."""
-
-    def __init__(self, space: Space) -> None:
-        self.proposed = [dict(zip(space, values, strict=True)) for values in product(*space.values())]
-
-    def more(self, costs: Sequence[float]) -> bool:
-        """Return False: there are no others."""
-        return False
-
-
-class Study:
-    """Propose values that Optuna chooses. Its journal lets an interrupted search go on.
-
-    Each proposal has random numbers of its own, from the seed and its number, and follows from the costs of the rounds
-    before. So an interruption changes none of them.
-
-    Args:
-        journal: the file.
-        space: by key, a list of values, or a distribution.
-        tune: the number of attempts, also at once.
-        trains: identifies the training, so that another configuration has another study.
-
-    Raises:
-        ConfigError: the journal is damaged.
-    """
-
-    def __init__(self, journal: Path, space: Space, tune: Tune, trains: str) -> None:
-        import optuna
-        from optuna.storages import JournalStorage
-        from optuna.storages.journal import JournalFileBackend
-
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._space, self._tune = space, tune
-        identity = json.dumps([{key: str(values) for key, values in space.items()}, tune.by, tune.seeds, trains])
-        name = hashlib.sha256(identity.encode()).hexdigest()
-        journal.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            storage = JournalStorage(JournalFileBackend(str(journal)))
-            self._study = optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
-            trials = [trial for trial in self._study.trials if trial.params.keys() == space.keys()]  # not cut off
-            self.proposed = [self._values(trial.params) for trial in trials]
-        except Exception as error:  # Optuna raises whatever a file that it has not written leads to
-            raise ConfigError(
-                f"{journal} is damaged ({type(error).__name__}). Delete it: finished attempts are not trained again"
-            ) from error
-        self._numbers = [trial.number for trial in trials]
-
-    def more(self, costs: Sequence[float]) -> bool:
-        """Record the costs and ask Optuna for the next round; an attempt that has diverged counts as the worst."""
-        from optuna.distributions import BaseDistribution, CategoricalDistribution
-        from optuna.samplers import TPESampler
-        from optuna.trial import TrialState
-
-        for number, cost in zip(self._numbers, costs, strict=True):
-            values, state = (cost, None) if math.isfinite(cost) else (None, TrialState.PRUNED)
-            self._study.tell(number, values, state, skip_if_finished=True)
-        done, tune = len(self.proposed), self._tune
-        end = min(tune.attempts, done + tune.at_once - done % tune.at_once)
-        kinds: dict[str, BaseDistribution] = {
-            key: CategoricalDistribution([quoted(value) for value in values]) if isinstance(values, list) else values
-            for key, values in self._space.items()
-        }
-        for number in range(done, end):
-            seed = np.random.SeedSequence([tune.seeds[0], number]).generate_state(1)[0]
-            self._study.sampler = TPESampler(seed=int(seed), n_startup_trials=STARTUP)
-            trial = self._study.ask(kinds)
-            self._numbers.append(trial.number)
-            self.proposed.append(self._values(trial.params))
-        return end > done
-
-    def _values(self, params: Mapping[str, Any]) -> Values:
-        return {key: _value(values, params[key]) for key, values in self._space.items()}
-
-
-def _value(values: Any, param: Any) -> Any:
-    """Return the value of a configuration that Optuna's parameter stands for."""
-    if isinstance(values, list):
-        return next(value for value in values if quoted(value) == param)
-    return param if isinstance(param, int) else min(max(float(f"{param:.{DIGITS}g}"), values.low), values.high)
-
-
-def _distinct(values: Sequence[Any]) -> list[Any]:
-    return [value for number, value in enumerate(values) if value not in values[:number]]
+    tried = combinations(space)
+    costs = [cost(values) for values in tried]
+    diverged = [values for values, one in zip(tried, costs, strict=True) if math.isinf(one)]
+    return Choice(tried[costs.index(min(costs))], dict(space), diverged, math.isfinite(min(costs)))
 
 
 def listed(space: Space) -> str:
     """Return a space in words."""
-    words = {
-        key: ", ".join(map(quoted, values)) if isinstance(values, list) else f"{values.low} to {values.high}"
-        for key, values in space.items()
-    }
-    return "; ".join(f"{key}={values}" for key, values in words.items())
+    return "; ".join(f"{key}={', '.join(map(quoted, values))}" for key, values in space.items())
 
 
 def lines(values: Values) -> tuple[str, ...]:
     """Return values as overrides."""
     return tuple(f"{key.removeprefix('/')}={quoted(value)}" for key, value in values.items())
-
-
-def ends(space: Space) -> tuple[Values, Values]:
-    """Return the first values of lists with the lowest of ranges, and the last values with the highest."""
-    first = {key: values[0] if isinstance(values, list) else values.low for key, values in space.items()}
-    return first, {key: values[-1] if isinstance(values, list) else values.high for key, values in space.items()}
 
 
 def read_tune(tune: Any, columns: Sequence[str], runs: Any = None) -> Tune:
@@ -472,59 +341,25 @@ def read_tune(tune: Any, columns: Sequence[str], runs: Any = None) -> Tune:
     if not isinstance(tune, Mapping):
         raise ConfigError(f"tune must map keys to values to try, as {EXAMPLE}, got {tune!r}")
     entries = dict(tune)
-    tuner, by, seeds, until = (entries.pop(key, usual) for key, usual in OPTIONS.items())
-    if tuner not in (GRID, OPTUNA):
-        raise unknown("tuner", str(tuner), [GRID, OPTUNA], "tune.tuner")
-    if tuner == OPTUNA and find_spec("optuna") is None:
-        raise ConfigError(f"tune.tuner=optuna needs the extra tune: {paths.install('tune')}")
-    numbers = {key: entries.pop(key, usual) for key, usual in FOR_OPTUNA.items()} if tuner == OPTUNA else {}
-    for key, number in numbers.items():
-        if type(number) is not int or not 1 <= number <= 10_000:
-            raise ConfigError(f"tune.{key} must be 1 to 10000, got {number!r}")
+    by, seeds, until = (entries.pop(key, usual) for key, usual in OPTIONS.items())
     trained = [entry.name for entry in parse_runs(runs) if entry.trains] if runs is not None else []
     if until is not None and until not in trained:
         raise unknown("run", str(until), trained, "the runs that train")
-    return Tune(_read_space(entries, tuner), _read_by(by, columns), read_seeds(seeds), until, tuner, **numbers)
+    return Tune(_read_space(entries), _read_by(by, columns), read_seeds(seeds), until)
 
 
-def _read_space(entries: Mapping[str, Any], tuner: str) -> dict[str, Any]:
-    """Return a list of values, or a distribution of Optuna's, by key. Raises ConfigError."""
-    space: dict[str, Any] = {}
-    for key, values in flat_entries("tune", entries).items():
-        above, _, end = key.rpartition(".")
-        if tuner == OPTUNA and end in ("low", "high", "log"):
-            space.setdefault(above, {})[end] = values
-        else:
-            space[key] = values
+def _read_space(entries: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the values to try, by key. Raises ConfigError."""
+    space = flat_entries("tune", entries)
     if not space:
         raise ConfigError(f"tune must have a key to try values of, as {EXAMPLE}, got {dict(entries)}")
     for key, values in space.items():
-        if isinstance(values, dict):
-            space[key] = _read_range(key, values)
-        elif not isinstance(values, list) or not values or len({repr(one) for one in values}) < len(values):
-            ranged = f"a range {RANGE}" if tuner == OPTUNA else "a range with tune.tuner=optuna"
-            raise ConfigError(f"tune.{key} must be a list of different values, or {ranged}, got {values!r}")
-        elif any(isinstance(one, Mapping) for one in values):
+        if not isinstance(values, list) or not values or len({repr(one) for one in values}) < len(values):
+            raise ConfigError(f"tune.{key} must be a list of different values, got {values!r}")
+        if any(isinstance(one, Mapping) for one in values):
             raise ConfigError(f"tune.{key} must have values without keys of their own, got {values!r}")
-    check_overrides("tune", lines(ends(space)[0]), NOT_FOR_TUNING)
+    check_overrides("tune", lines(combinations(space)[0]), NOT_FOR_TUNING)
     return space
-
-
-def _read_range(key: str, entries: Mapping[str, Any]) -> Any:
-    """Return a distribution of Optuna's: of integers where both ends are. Raises ConfigError."""
-    from optuna.distributions import FloatDistribution, IntDistribution
-
-    numbers: list[Any] = [entries.get("low"), entries.get("high")]
-    log = entries.get("log", False)
-    try:
-        if any(type(number) not in (int, float) or not math.isfinite(number) for number in numbers):
-            raise ValueError("low and high are two numbers")
-        if not isinstance(log, bool):
-            raise ValueError("log is true or false")
-        kind = IntDistribution if all(isinstance(number, int) for number in numbers) else FloatDistribution
-        return kind(*numbers, log=log)
-    except ValueError as error:
-        raise ConfigError(f"tune.{key} must be a range, as {RANGE}, got {dict(entries)}: {error}") from error
 
 
 def _read_by(by: Any, columns: Sequence[str]) -> dict[str, str]:

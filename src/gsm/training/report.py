@@ -13,7 +13,7 @@ import torch
 
 from gsm import threads
 from gsm.analysis import overlap
-from gsm.config.command_line import command, path_text, sweeping, typed
+from gsm.config.command_line import command, path_text, typed
 from gsm.evaluation import paper
 from gsm.evaluation.questions import MEASURES
 from gsm.paths import has, in_clone
@@ -65,8 +65,6 @@ def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, write
             lines += [*table(facts[name]), ""]
     if sample:
         lines += ["It writes (what it was given | what it made of it):", *sample.splitlines(), ""]
-    if sweeping():  # a sweep ends in a table of all its jobs
-        return "\n".join(lines)
     lines += [
         "Next:",
         "  " + typed("tensorboard", "--logdir", path_text(folder.parent.parent)),

@@ -33,7 +33,7 @@ TAKEN = {
     *("accelerator", "devices", "num_nodes", "strategy", "precision", "plugins", "max_steps", "val_check_interval"),
     *("limit_train_batches", "limit_val_batches", "num_sanity_val_steps", "log_every_n_steps", "gradient_clip_val"),
     *("enable_progress_bar", "enable_model_summary", "deterministic", "benchmark", "inference_mode"),
-    *("detect_anomaly", "use_distributed_sampler", "reload_dataloaders_every_n_epochs"),
+    *("detect_anomaly", "use_distributed_sampler", "reload_dataloaders_every_n_epochs", "profiler"),
 }
 STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false")  # by name
 # Ranges of numbers, both ends included; None: no end.
