@@ -275,7 +275,7 @@ def read_state(folder: Path) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder / STATE} is damaged ({error})") from error
-    if state.get("format") != FORMAT:
+    if state.get("format") != FORMAT or not isinstance(state.get("files"), dict):
         raise CheckpointError(f"{folder} has format {state.get('format')}, and this version reads format {FORMAT}")
     return state
 
@@ -286,7 +286,8 @@ def check(folder: Path, verify: bool = True) -> None:
     Raises CheckpointError, which names a file that is missing, cut short or damaged. A model without a state has no
     checksums.
     """
-    for name, (size, known) in ((read_state(folder) or {}).get("files") or {}).items():
+    state: dict[str, Any] = read_state(folder) or {"files": {}}
+    for name, (size, known) in state["files"].items():
         path = folder / Path(name).name
         there = path.stat().st_size if path.is_file() else None
         if there != size:

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from gsm.config.check import few
 from gsm.errors import ConfigError, within
 from gsm.shapes import promoted
 
@@ -249,7 +248,8 @@ def by_name(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str
         if name in named and x.shape not in ((), named[name].shape)
     ]
     if unlike:
-        raise ConfigError(f"the optimiser's state is of another model: {few(sorted(unlike))} differ")
+        names = ", ".join(sorted(unlike)[:3])
+        raise ConfigError(f"the optimiser's state is of another model: {len(unlike)} entries differ, such as {names}")
     numbers = {name: number for number, name in enumerate(named)}
     groups = [
         {**kept[group["name"]], "params": [numbers[name] for name in group["param_names"]]}
