@@ -43,6 +43,7 @@ SMALL = {
 }
 FEWER = {
     **{"data=ruler": "data.context=256", "ruler.template=short": "ruler.examples=2", "lengths=96:192": "windows=2"},
+    "answers=96,1536,24576": "sequences=2",
     "experiment=needle": "arm=[shared_topk,stages_only]",
     "experiment=ablate_indexer": "arm=[shared_topk]",
 }

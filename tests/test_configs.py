@@ -88,6 +88,17 @@ def test_an_edited_yaml_is_read_again_whatever_its_date(tmp_path: Path, monkeypa
         compose(["size=mine"])
 
 
+def test_an_edited_yaml_behind_a_link_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Hydra follows links to folders, so the digest of all yamls has to."""
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/size").symlink_to(tmp_path / "shared")
+    monkeypatch.setenv("GSM_CONFIGS", str(tmp_path / "mine"))
+    for dim in (32, 96):
+        (tmp_path / "shared/mine.yaml").write_text(f"defaults: [pico, _self_]\ndim: {dim}\n")
+        assert compose(["size=mine"])["model"]["geometry"]["dim"] == dim
+
+
 def test_a_run_has_its_place():
     config = compose(["model=baseline", "seed=3", "logs=/tmp/logs"])
     assert config["folder"] == "/tmp/logs/default/baseline/seed3"

@@ -113,15 +113,16 @@ def test_a_newer_row_that_failed_leaves_the_finished_one(folder: Path, tmp_path:
 
 
 MARKERS = "<<<<<<< HEAD\n{0}=======\n{0}>>>>>>> theirs\n"
+TYPED = {"no seed": (",2,", ",seed2,"), "no number": (",1.52", ',"1,52"')}
 
 
-@pytest.mark.parametrize("odd", [MARKERS, "{0}a,b\n", '{0}"', "{0},\n", "seed{0}"])
+@pytest.mark.parametrize("odd", [MARKERS, "{0}a,b\n", '{0}"', "{0},\n", *TYPED])
 def test_a_file_with_a_line_that_is_no_row_is_refused_with_its_number(folder: Path, tmp_path: Path, odd: str):
     """Of a file with the marks of a merge both sides were read, and the last one was published."""
     rows.publish(folder, tmp_path, ["bits_per_byte"])
     file = tmp_path / "residual.csv"
     *lines, last = file.read_text().splitlines(keepends=True)
-    broken = odd.format(last) if odd != "seed{0}" else last.replace(",2,", ",seed2,")
+    broken = last.replace(*TYPED[odd]) if odd in TYPED else odd.format(last)
     file.write_text("".join([*lines, broken]))
     with pytest.raises(ConfigError, match=r"residual\.csv, line (8|9)"):
         rows.table("residual bits_per_byte", tmp_path)

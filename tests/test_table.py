@@ -97,9 +97,9 @@ def test_a_verdict_needs_a_difference_that_a_paired_t_test_finds(tmp_path: Path)
         "val_loss (lower is better), beside first: better: lower (-0.4967 [-0.5110, -0.4823], 3 seeds); "
     )
     assert "; no difference shown: near (" in said
-    assert said.endswith("3 seeds), alone (+8.0000, one seed)")
+    assert said.endswith("3 seeds); too few seeds to tell: alone (+8.0000, one seed)")
     (said,) = summarise(read_runs(tmp_path), ["parameters"], arms).verdicts()
     assert "; " in said and "parameters, beside first: lower: lower (" in said, "no direction is better"
     pair = [run for run in read_runs(tmp_path) if run.seed < 2 and run.arm in ("first", "near")]
-    assert "no difference shown: near (+0.0000, 2 seeds)" in summarise(pair, ["val_loss"]).verdicts()[0]
+    assert "too few seeds to tell: near (+0.0000, 2 seeds)" in summarise(pair, ["val_loss"]).verdicts()[0]
     assert summarise(pair, ["val_loss", "overlap.mean"]).meanings()[1].startswith("overlap.mean: fraction of")

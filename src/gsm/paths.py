@@ -14,6 +14,7 @@ This is also why `kernels/` must never get an `__init__.py`: a regular package w
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import re
@@ -106,9 +107,10 @@ def digest(folders: Iterable[Path]) -> str:
 
 
 def yamls(folder: Path) -> list[Path]:
-    """Return the yaml files in a folder and below it, sorted, without hidden files, which editors and macOS make."""
-    files = (path for path in folder.rglob("*.yaml") if path.is_file())
-    return sorted(path for path in files if not any(part[0] == "." for part in path.relative_to(folder).parts))
+    """Return the yaml files in a folder and below it, also behind links, sorted, without hidden files, which editors
+    and macOS make."""
+    files = (folder / name for name in glob.iglob("**/*.yaml", root_dir=folder, recursive=True))
+    return sorted(file for file in files if file.is_file())
 
 
 def at_home(value: Any) -> Any:

@@ -156,6 +156,8 @@ def read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
             for cells in filter(None, lines):
                 rows.append(dict(zip(header, cells, strict=True)))
                 int(rows[-1].get("seed", "0"))
+                for name, cell in rows[-1].items():
+                    float(0 if name in FACTS or name.endswith(SUMS) else cell or 0)
         except (ValueError, csv.Error) as error:
             raise ConfigError(
                 f"{path.name}, line {lines.line_num} must be a row of {len(header)} columns: {error}"
