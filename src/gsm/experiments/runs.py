@@ -260,12 +260,9 @@ class Experiment:
         return (*first, *one, *self.arms[arm], *values, *last)
 
     def table(self, rows: Iterable[str]) -> Table:
-        """Return the table of all finished runs of this configuration, of this command or another, by those of the arms
-        ``rows`` that have such runs or are chosen."""
+        """Return the table of all finished runs of this configuration, of this command or another, by arms ``rows``."""
         runs = [run for run in read_runs(self.folder) if run.finished and run.arm in self.arms]
-        runs = [run for run in runs if self.trial(run.arm, run.seed).finished()]
-        shown = {*self.chosen, *(run.arm for run in runs)}
-        return summarise(runs, self.columns, [arm for arm in rows if arm in shown])
+        return summarise([run for run in runs if self.trial(run.arm, run.seed).finished()], self.columns, list(rows))
 
     def _add_runs(self, trial: Trial, pick: Callable[[list[Entry]], list[Entry]]) -> None:
         """Add every run of a trial, or the run of another arm that trains the same."""
