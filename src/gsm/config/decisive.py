@@ -16,8 +16,14 @@ BOUND = {"trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"}
 # The end of the schedule: a branch may have another one, as it may have another length.
 ENDING = {"optimizer.decay_fraction"}
 # How a step is divided among processes, and on which device: free, as long as it is a step of as many sequences.
-DEVICES = ("trainer.devices", "trainer.num_nodes", "trainer.context", "trainer.accelerator")
-DIVIDING = ("data.batch_size", "global_batch", *DEVICES)
+DIVIDING = (
+    "data.batch_size",
+    "global_batch",
+    "trainer.devices",
+    "trainer.num_nodes",
+    "trainer.context",
+    "trainer.accelerator",
+)
 
 # Where the same data lie on each machine, and how they are read there: the data's fingerprint tells whether they are.
 LOCAL = {"data.path", "data.cache_dir", "overrides"}

@@ -26,7 +26,6 @@ from gsm.tables import WIDTH, Grid, grid_csv, grid_markdown, grid_text, number_t
 CONTENTS = "experiment.json"  # the arms of an experiment in their order, and the columns of its table
 COLUMNS = ("bits_per_byte", "val_loss")
 PROPERTIES = ("parameters", "learning_rate", "cache_bytes", "state_bytes")  # no seed of an arm changes them
-ENOUGH = 3  # seeds, for an interval
 FOOTNOTE = (
     "mean +- sample standard deviation over the seeds; of differences, mean and 95 % interval (paired Student's t) "
     "over the seeds that both arms have, from three on"
@@ -149,7 +148,7 @@ class Table:
             if cell.count:
                 differs = (words or ("lower", "higher"))[(cell.mean or 0) > 0]
                 seeds = "one seed" if cell.count == 1 else f"{cell.count} seeds"
-                unknown = "too few seeds to tell" if cell.count < ENOUGH else "no difference shown"
+                unknown = "too few seeds to tell" if cell.spread is None else "no difference shown"  # no interval
                 verdict = differs if cell.differs else unknown
                 groups.setdefault(verdict, []).append(f"{arm} ({cell}, {seeds})")
         verdicts = "; ".join(f"{verdict}: {', '.join(arms)}" for verdict, arms in groups.items())
