@@ -110,7 +110,7 @@ def split(content: Mapping[str, Any]) -> tuple[Tensors, Tensors, dict[str, Any]]
     weights = dict(content["state_dict"])
     rest["tied"] = {HEAD, EMBEDDING} <= weights.keys() and _at(weights[HEAD]) == _at(weights[EMBEDDING])
     for kept in (weights, rest.get("current_model_state", {})) if rest["tied"] else ():
-        kept.pop(HEAD)
+        kept.pop(HEAD, None)
     return weights, others, {key: plain(value, key) for key, value in rest.items()}
 
 
@@ -242,8 +242,8 @@ def read_facts(folder: Path) -> dict[str, Any]:
         described = sound(folder / CONFIG)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder / CONFIG} cannot be read ({error})") from error
-    run, model = described.get("run"), described.get("model")
-    config = run.get("config") if isinstance(run, dict) else None
+    run, model = described.get("run") or {}, described.get("model")
+    config = run.get("config")
     if described.get("model_type") != "gsm" or not isinstance(config, dict) or not isinstance(model, dict):
         raise CheckpointError(f"{folder / CONFIG} describes no model of this project")
     facts = {key: value for key, value in run.items() if key != "config"}

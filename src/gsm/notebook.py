@@ -15,9 +15,18 @@ from gsm.analysis import figures, views
 from gsm.analysis.attention import attention_map
 from gsm.analysis.rollout import Routes
 from gsm.config.compose import compose, quoted
-from gsm.config.load import build_model, instantiate, load_model, load_tokenizer, read_checkpoint, vetted_node
+from gsm.config.load import (
+    build_model,
+    instantiate,
+    is_finished,
+    load_model,
+    load_tokenizer,
+    read_checkpoint,
+    started,
+    vetted_node,
+)
 from gsm.costs.model import Cost, cost
-from gsm.data.cache import cache_folder, locked
+from gsm.data.cache import cache_folder
 from gsm.data.synthetic import SyntheticData
 from gsm.experiments.runs import Experiment
 from gsm.experiments.table import RunSummary, read_runs
@@ -47,21 +56,18 @@ def trained(arm: str = "gsm", *overrides: str) -> tuple[LanguageModel, Synthetic
     packaged = paths.trained().get(f"needle_{arm}")
     if packaged and not overrides:
         return load(packaged)
-    folder = cache_folder() / "notebook" / arm / "seed0"
-    with locked(folder):  # another notebook may be training it
-        if not any(run.finished and run.folder == folder for run in read_runs(folder.parents[1])):
-            logs = f"logs={quoted(folder.parents[2])}"
-            arguments = ["experiment=_notebook", "name=notebook", logs, "resume=never", *overrides]
-            config = Experiment(compose(arguments), arguments).trial(arm, 0).config
-            if config["start_from"]:  # another arm's weights
-                trained(Path(config["start_from"]).parent.name, *overrides)
-            print(f"Training {arm} for {config['trainer']['max_steps']} steps, once:", flush=True)
-            train(config)
-    return load(folder)
+    arguments = ["experiment=_notebook", "name=notebook", f"logs={quoted(cache_folder())}", *overrides]
+    runs = list(Experiment(compose(arguments), arguments).trial(arm, 0).runs.values())
+    for run in runs:
+        assert run.config, "the arms of this experiment only train"
+        if not run.finished():
+            print(f"Training {run.label} for {run.config['trainer']['max_steps']} steps, once:", flush=True)
+        train(run.config)  # waits where another notebook trains it, and leaves it alone if it is finished
+    return load(runs[-1].folder)
 
 
 def load(folder: str | Path) -> tuple[LanguageModel, SyntheticData]:
-    """Load the model of a checkpoint on a synthetic task, such as the run ``logs/<name>/<arm>/seed<k>``.
+    """Load the model of a checkpoint on a synthetic task, such as that of the run ``logs/<name>/<arm>-seed<k>``.
 
     Returns:
         The model, in evaluation mode, and its task.
@@ -81,11 +87,10 @@ def finished_runs(folder: str | Path | None = None) -> list[RunSummary]:
     By default it is the experiment that ended last, or the packaged needle models if there is none.
     """
     if folder is None:
-        summaries = sorted(
-            (paths.runs_home() / "logs").glob("*/*/seed*/summary.json"), key=lambda file: file.stat().st_mtime
-        )
-        folders = [file.parents[2] for file in summaries if any(run.finished for run in read_runs(file.parents[2]))]
-        folder = folders[-1] if folders else paths.TRAINED / "needle"
+        runs = [
+            file.parent for file in (paths.runs_home() / "logs").glob("*/*/summary.json") if is_finished(file.parent)
+        ]
+        folder = max(runs, key=started).parent if runs else paths.TRAINED / "needle"
     return [run for run in read_runs(folder) if run.finished]
 
 
@@ -151,7 +156,7 @@ def show_curves(runs: Sequence[RunSummary], metric: str = "val/loss") -> Figure:
     """Draw learning curves: one line per arm, the mean over its seeds, in a band from the lowest to the highest."""
     arms: dict[str, list[dict[Any, float]]] = {}
     for run in runs:
-        values = read_metrics(run.folder / "metrics.csv").get(metric)
+        values = read_metrics(run.curves).get(metric)
         arms.setdefault(run.arm, []).extend([dict(values)] if values else [])
     return show_one(plots.curves, arms, "optimizer step", plots.label(metric))
 

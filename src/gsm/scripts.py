@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from gsm import paths, threads
 from gsm.config import command_line
 from gsm.config.handed import handed_on
-from gsm.experiments import SEVERAL, launcher
+from gsm.experiments import SEVERAL
 from gsm.signals import leave_with_parent
 
 
@@ -23,31 +23,23 @@ def train() -> None:
     """Train a model, or all models of an experiment."""
 
     def run(config: DictConfig) -> None:
-        if lists:
-            from gsm.experiments import execute
-
-            with command_line.errors_as_sentences():
-                execute.print_runs(config)
-        else:
-            threads.settle()
-            command_line.run(job, config)
+        threads.settle()
+        command_line.run(job, config)
 
     def job(plain: dict[str, Any]) -> None:
         several = any(plain[name] is not None for name in (*SEVERAL, "runs"))
         if several or command_line.sweeping():
             os.environ.pop("WANDB_RUN_ID", None)  # W&B would take them for one run
-        if several:
+        if several or plain["plan"]:
             from gsm.experiments import execute
 
-            execute.run(plain)
+            (execute.print_plan if plain["plan"] else execute.run)(plain)
         else:
-            launcher.refuse_single()
             from gsm.training import run as training
 
             training.train(plain)
 
     leave_with_parent()
-    lists = command_line.take_cfg_runs()
     command_line.prepare()
     if composed := handed_on():
         from gsm.training import run as training
@@ -56,8 +48,6 @@ def train() -> None:
         with command_line.errors_as_sentences():
             training.train(composed)
         return
-    with command_line.errors_as_sentences():
-        launcher.check_available(sys.argv[1:])
     try:
         hydra.main(version_base="1.3", config_path=str(paths.configs()), config_name="train")(run)()
     except command_line.JobFailed:

@@ -58,11 +58,6 @@ def check(config: Mapping[str, Any], reference: Mapping[str, Any]) -> None:
     _check_numbers(flat(dict(ordered)))
     if not fits(config.get("global_batch", 1), int):
         raise ConfigError(f"global_batch must be a whole number of sequences, got {config['global_batch']!r}")
-    if (resume := config.get("resume", "auto")) not in ("auto", "never"):
-        raise ConfigError(
-            f"resume={resume} is not allowed because a run goes on from its own checkpoint. Use auto or never; "
-            "start_from=PATH start_fresh=false goes on from another one."
-        )
     for key, value in ordered:
         if key not in reference:
             raise unknown("key", key, reference, "the configuration")

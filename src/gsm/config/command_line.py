@@ -135,16 +135,6 @@ class JobFailed(Exception):
     """A job of a sweep has failed, and has printed why."""
 
 
-def take_cfg_runs() -> bool:
-    """Remove ``--cfg runs`` from the command line, which Hydra does not know; return whether it was there."""
-    words = sys.argv
-    places = [number for number in range(1, len(words) - 1) if words[number] in ("--cfg", "-c")]
-    flags = [number for number in places if words[number + 1] == "runs"]
-    for number in reversed(flags):
-        del words[number : number + 2]
-    return bool(flags)
-
-
 def sweeping() -> bool:
     """Return whether this is a job of a sweep (``-m``), which other jobs follow."""
     return prepared and HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
@@ -267,8 +257,7 @@ def again() -> str:
     """Return the command that runs this process once more, so that it goes on; for Python, the call to repeat."""
     if not prepared:
         return "the same call of train"
-    words = [word for word in sys.argv[1:] if word != "resume=never"]
-    words = [word for word in words if word != searchpath_word(paths.config_folders()[1:])]
+    words = [word for word in sys.argv[1:] if word != searchpath_word(paths.config_folders()[1:])]
     program = [_program("python"), path_text(sys.argv[0])] if paths.in_clone() else [_program("gsm-train")]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         program = ["torchrun", "...", path_text(sys.argv[0])]

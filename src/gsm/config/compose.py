@@ -7,7 +7,7 @@ import functools
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from yaml import YAMLError
 
 from gsm import paths
 from gsm.config import naming
+from gsm.config.address import placed
 from gsm.config.check import NAMED_PARTS, PLACES, ConfigError, check, check_place, unknown
 from gsm.config.options import groups_of, listing, reference, unreadable
 from gsm.config.trust import vetted
@@ -70,8 +71,8 @@ def finish(config: DictConfig, folders: Sequence[Path], script: str = "train") -
     """
     job = HydraConfig.get()
     choices = {group: choice for group, choice in job.runtime.choices.items() if not group.startswith("hydra/")}
-    groups = groups_of(folders)
-    for override in parse(job.overrides.task):
+    groups, overrides = groups_of(folders), parse(job.overrides.task)
+    for override in overrides:
         if "." in override.key_or_group and (group := override.key_or_group.replace(".", "/")) in groups:
             variants = ", ".join(sorted(groups[group]))
             raise ConfigError(
@@ -93,7 +94,22 @@ def finish(config: DictConfig, folders: Sequence[Path], script: str = "train") -
     for key in PLACES if script == "train" else ():
         if not (key == "arm" and plain["arms"] is not None):  # of an experiment, it picks some
             check_place(key, plain[key])
-    return {**plain, "choices": choices, "overrides": list(job.overrides.task)}
+    plain |= {"choices": choices, "overrides": list(job.overrides.task)}
+    return _placed(plain, [one.key_or_group for one in overrides]) if script == "train" else plain
+
+
+def _placed(config: dict[str, Any], overrides: Collection[str]) -> dict[str, Any]:
+    """Return the configuration of a run with its folder, and with the origin of its weights. Raises ConfigError."""
+    for key in ("folder", "origin"):
+        if key in overrides:
+            raise ConfigError(
+                f"{key} must be left out, as it follows from the others: logs= and name= choose the place"
+            )
+    if config["start_from"] and not config["origin"]:
+        from gsm.config.load import origin  # it imports PyTorch, too slow for the error of a misspelt word
+
+        config["start_from"], config["origin"] = origin(config["start_from"])
+    return placed(config)
 
 
 @functools.lru_cache(maxsize=8)
@@ -343,7 +359,7 @@ def _named(what: str, _root_: DictConfig) -> str:
     if (what == "arm") == (_root_.get("arms") is not None):
         return first
     typed = cast(list, OmegaConf.to_container(job.overrides.task))  # an override may refer to ${arm}
-    return naming.name(first, tuple(typed))
+    return naming.name(first, typed, cast(dict, OmegaConf.to_container(_root_.address)))
 
 
 def _variants(group: str, first: str, *without: str, _root_: DictConfig) -> dict[str, list[str]]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import glob
 import hashlib
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from gsm import checkpoint, paths
 from gsm.checkpoint import CheckpointError
+from gsm.config import address
 from gsm.config.check import ConfigError, check, few, flat
 from gsm.config.compose import compose, parse
 from gsm.config.trust import vetted
 from gsm.data.tokenizer import Tokenizer
+from gsm.files import read_json
 from gsm.models.base import LanguageModel
 from gsm.models.checks import DEVICES
 
@@ -221,13 +225,61 @@ def _missing(folder: Path) -> Exception:
 def checkpoint_folder(path: str | os.PathLike[str]) -> Path:
     """Return the folder of a checkpoint.
 
-    The folder of a step, and one with a model alone, stand for themselves, and that of a run for its last step. Any
-    other name is that of a model in the package (``gsm.paths.trained``).
+    The folder of a step, and one with a model alone, stand for themselves, and that of a run for its last step. The
+    address at the end of a run's folder may be left out; of several such runs it is the one that was finished, else
+    started, last. Any other name is that of a model in the package (``gsm.paths.trained``).
     """
     folder = Path(paths.at_home(os.fspath(path)))
-    if folder.is_dir():
-        return folder if checkpoint.is_model(folder) else checkpoint.newest(folder) or folder
-    return paths.trained().get(str(path), folder)
+    if not folder.exists() and str(path) in paths.trained():
+        return paths.trained()[str(path)]
+    if not folder.exists() and (runs := named(folder)):
+        folder = max(runs, key=lambda run: (is_finished(run), started(run)))
+        if len(runs) > 1:
+            print(f"{path} is {folder.name}, the newest of {len(runs)} runs", file=sys.stderr, flush=True)
+    return folder if checkpoint.is_model(folder) else checkpoint.newest(folder) or folder
+
+
+def named(path: Path) -> list[Path]:
+    """Return the folders of the runs whose names begin with these words: of ``logs/default/gsm-seed1`` those of
+    ``gsm-seed1-1f3a9c07`` and ``gsm-seed1-extend-77ab03e1``, and not that of ``gsm-seed10-...``."""
+    beside = path.parent.glob(f"{glob.escape(path.name)}-*") if path.name else ()
+    return sorted(run for run in beside if (run / "summary.json").is_file())
+
+
+def is_finished(run: Path) -> bool:
+    """Return whether the run in a folder is trained to its end and measured, and its last step is there."""
+    return (read_json(run / "summary.json") or {}).get("status") == "finished" and checkpoint.newest(run) is not None
+
+
+def started(run: Path) -> str:
+    """Return the time at which the run in a folder began, as its record has it."""
+    return str((read_json(run / "summary.json") or {}).get("started") or "")
+
+
+def origin(path: str) -> tuple[str, dict[str, Any]]:
+    """Return the folder that ``start_from`` names, and where the weights in it come from.
+
+    That is the address of a run, that of its settings without the seed, and the step (None: its end); of a model
+    without a run the digest of its weights.
+
+    Raises ConfigError where several runs have the name, and as ``read_checkpoint`` does.
+    """
+    place = Path(paths.at_home(path))
+    runs = [] if place.exists() else named(place)
+    if len(runs) > 1:
+        raise ConfigError(f"start_from must name one run, got {path}: {', '.join(run.name for run in runs)}")
+    place = runs[0] if runs else place
+    step = checkpoint_folder(place)
+    facts = read_checkpoint(step, weights=False)
+    config, run = facts["hyper_parameters"]["config"], step.parent.parent
+    if "address" not in config or checkpoint.read_state(step) is None:
+        return str(place), {"weights": str(digest(step))[:16]}
+    end = is_finished(run) and checkpoint.newest(run) == step
+    return str(place), {
+        "run": address.address(config),
+        "settings": address.settings(config),
+        "step": None if end else facts["global_step"],
+    }
 
 
 def digest(path: str | os.PathLike[str] | None) -> str | None:

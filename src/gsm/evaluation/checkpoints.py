@@ -14,6 +14,7 @@ import torch
 from tqdm import tqdm
 
 from gsm import checkpoint, paths
+from gsm.config.address import address
 from gsm.config.check import ConfigError
 from gsm.config.load import (
     checkpoint_folder,
@@ -26,11 +27,8 @@ from gsm.config.load import (
 )
 from gsm.data.tokenizer import Tokenizer
 from gsm.evaluation.results import Progress
-from gsm.files import read_json
 from gsm.models.base import LanguageModel
 from gsm.training.trainer import best_precision
-
-TRAINED = "trained"  # key of a summary of several runs after one another: the names of the runs that train
 
 
 @dataclass(frozen=True)
@@ -129,31 +127,24 @@ def opened(files: Sequence[Path], device: str) -> Iterator[Trained]:
 
 def checkpoints(path: str) -> list[Path]:
     """Return the checkpoint of a path or a name, as ``load_model`` takes it, or the last ones of all runs below it,
-    sorted. Of runs after one another only the last one counts.
+    sorted. A run that another one starts from does not count.
 
     Raises FileNotFoundError if there is none.
     """
-    folder = Path(path)
-    if not folder.is_dir() or checkpoint.is_model(checkpoint_folder(folder)):
-        return [checkpoint_folder(path)]
+    folder = checkpoint_folder(path)
+    if not folder.is_dir() or checkpoint.is_model(folder):
+        return [folder]
     runs = sorted({file.parent.parent.parent for file in folder.glob(f"**/checkpoints/step_*/{checkpoint.STATE}")})
-    runs = [run for run in runs if not any(part.startswith(".") for part in run.relative_to(folder).parts)]
-    last = [step for run in runs if _is_last(run) and (step := checkpoint.newest(run))]
-    if not last:
+    last = {run: step for run in runs if (step := checkpoint.newest(run))}
+    configs = [read_checkpoint(step, weights=False)["hyper_parameters"]["config"] for step in last.values()]
+    begun = {config["origin"]["run"] for config in configs if "run" in (config.get("origin") or {})}
+    found = [step for step, config in zip(last.values(), configs, strict=True) if address(config) not in begun]
+    if not found:
         raise FileNotFoundError(
             f"no checkpoint in {path}, and none of a run below it: give the folder of a run, such as "
-            "logs/default/gsm/seed0, or nano"
+            "logs/default/gsm-seed0, or nano"
         )
-    return last
-
-
-def _is_last(run: Path) -> bool:
-    """Return whether a run is a single one, or the last one with a checkpoint among runs after one another."""
-    trained = (read_json(run.parent / "summary.json") or {}).get(TRAINED)
-    if not isinstance(trained, list):
-        return True
-    saved = [name for name in trained if checkpoint.newest(run.parent / name)]
-    return run.name in saved[-1:]
+    return found
 
 
 def home(folder: Path) -> Path:

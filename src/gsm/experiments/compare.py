@@ -27,7 +27,7 @@ from gsm.experiments.table import (
     settings,
     summarise,
 )
-from gsm.files import damage, read_json, write_whole
+from gsm.files import damage, write_whole
 from gsm.training.callbacks.metrics_file import read_metrics
 
 if TYPE_CHECKING:
@@ -134,12 +134,7 @@ def unfinished(folders: Sequence[Path]) -> list[str]:
 
 def _states(folders: Sequence[Path]) -> dict[Path, str]:
     """Return the state of every run's folder; empty for a finished run."""
-    return {
-        run: _state(run)
-        for folder in folders
-        for run in sorted(folder.glob("*/seed*"))
-        if run.is_dir() and not run.parent.name.startswith(".")
-    }
+    return {run.folder: "" if run.finished else _state(run) for folder in folders for run in read_runs(folder)}
 
 
 def apart(runs: Sequence[RunSummary]) -> list[str]:
@@ -150,8 +145,8 @@ def apart(runs: Sequence[RunSummary]) -> list[str]:
     for run in runs:
         base = first[run.task]
         if changes := _changes(base, run):
-            key = (run.arm, f"{base.arm} (seed{base.seed})", few(changes))
-            seeds.setdefault(key, []).append(f"seed{run.seed}")
+            key = (run.arm, f"{base.arm} (seed {base.seed})", few(changes))
+            seeds.setdefault(key, []).append(f"seed {run.seed}")
     return read_otherwise(runs) + [
         f"compare with care: {arm} ({', '.join(names)}) differs from {base} in {changes}"
         for (arm, base, changes), names in seeds.items()
@@ -282,9 +277,7 @@ def _curves(by_arm: ByArm, metric: str, axis: str) -> dict[str, Curves]:
     Raises ConfigError.
     """
     metrics = {  # for runs after one another, those of the first
-        run.folder: read_metrics(run.folder / run.summary.get("curves", "") / "metrics.csv")
-        for runs in by_arm.values()
-        for run in runs
+        run.folder: read_metrics(run.curves) for runs in by_arm.values() for run in runs
     }
     known = {name for values in metrics.values() for name in values}
     if metric and metric not in known:
@@ -326,7 +319,7 @@ def _existing_runs(folder: Path) -> list[RunSummary]:
     if not runs:
         below = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir() and read_runs(path)))
         hint = f"the experiments below it are {below}" if below else "give that of an experiment, logs/<name>"
-        raise FileNotFoundError(f"no run in {path_text(folder)} has a <arm>/seed<k>/summary.json; {hint}")
+        raise FileNotFoundError(f"no run in {path_text(folder)} has a summary.json; {hint}")
     return runs
 
 
@@ -334,8 +327,8 @@ def _tuned(runs: Sequence[RunSummary]) -> dict[str, dict[str, str]]:
     """Return the values that the experiments of these runs have tuned their arms to, by their last commands."""
     by_arm = {}
     for run in runs:
-        tuned = read_contents(run.folder.parent.parent).get("tuned")
-        values = tuned.get(run.folder.parent.name) if isinstance(tuned, Mapping) else None
+        tuned = read_contents(run.folder.parent).get("tuned")
+        values = tuned.get(run.summary.get("arm")) if isinstance(tuned, Mapping) else None
         if isinstance(values, Mapping):
             texts = {str(key): one.get("shown") if isinstance(one, Mapping) else None for key, one in values.items()}
             own = settings(run)  # a run of an earlier command, or with a value by hand, may have others
@@ -354,20 +347,17 @@ def _columns(folders: Sequence[Path], runs: Sequence[RunSummary]) -> list[str]:
     return known or [column for column in USUAL if _numbers(runs, column)] or ["steps"]
 
 
-def _state(run: Path) -> str:
-    """Return the state of a run that is not finished; empty for a finished run."""
-    summary = read_json(run / "summary.json")
-    if sentence := damage(run / "summary.json"):
-        return sentence
-    if summary is None:
-        return "without a summary.json that can be read: it has ended before training began, or waits"
-    status, steps, reason = (summary.get(key) for key in ("status", "steps", "reason"))
-    if status == "finished":
-        return ""
+def _state(run: RunSummary) -> str:
+    """Return the state of a run that is not finished."""
+    if damaged := damage(run.folder / "summary.json"):
+        return damaged
+    status, steps, reason = (run.summary.get(key) for key in ("status", "steps", "reason"))
+    if status is None:
+        return "without a summary.json: it has ended before training began, or waits"
     how = "running, or killed," if status == "running" else str(status)
-    if summary.get("run"):
-        return f"{how} in its run {summary['run']}{f': {reason}' if reason else ''}"
+    if run.summary.get("run"):
+        return f"{how} in its run {run.summary['run']}{f': {reason}' if reason else ''}"
     if status == "running":  # a summary is written only when a run begins and when it ends, curves in between
-        curves = read_metrics(run / "metrics.csv").values()
+        curves = read_metrics(run.curves).values()
         steps = max((step for curve in curves for step in curve), default=0) or steps
     return f"{how} at step {steps}{f': {reason}' if reason else ''}"

@@ -19,8 +19,8 @@ from gsm.experiments import SEVERAL
 from gsm.experiments.table import COLUMNS
 
 # Keys of the parent; a run gets its own.
-OWN = {*SEVERAL, "name", "arm", "seed", "jobs", "table"}
-NOT_FOR_ARMS = {*OWN, "logs", "folder", "experiment", "resume"}
+OWN = {*SEVERAL, "name", "arm", "seed", "jobs", "table", "plan"}
+NOT_FOR_ARMS = {*OWN, "logs", "folder", "label", "experiment"}
 NOT_FOR_RUNS = {*NOT_FOR_ARMS, "runs", "start_from"}
 AFTER, EVALUATE = "after", "evaluate"  # keys of a run that are no overrides
 RESERVED = ("checkpoint", "output")  # arguments of evaluate.py that the experiment sets

@@ -12,119 +12,96 @@ docs/experiments.md has the entries of a configuration.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from omegaconf import DictConfig
 
-from gsm import paths, threads
+from gsm import threads
 from gsm.config.check import ConfigError
-from gsm.config.command_line import again, path_text
-from gsm.config.compose import from_job, searchpath_word
-from gsm.experiments import launcher
+from gsm.config.command_line import again, command, path_text
 from gsm.experiments.compare import apart, unfinished, write
 from gsm.experiments.entries import naming
 from gsm.experiments.jobs import Child, tail, work_off
 from gsm.experiments.runs import Experiment, Run, Trial, in_order
-from gsm.experiments.table import CONTENTS, FOOTNOTE, RunSummary, Table, number_text, read_runs
+from gsm.experiments.table import CONTENTS, FOOTNOTE, Table, list_trial, number_text, read_runs
 from gsm.experiments.tune import Tuning
-from gsm.files import read_json, write_json
+from gsm.files import write_json
 from gsm.signals import SIGNALS
 from gsm.tables import filled
-from gsm.training import folder
 from gsm.training.callbacks.progress import clock
 
 
 def run(config: Mapping[str, Any]) -> None:
     """Train all runs of an experiment in a job of Hydra. Raises ConfigError, SystemExit."""
-    job = HydraConfig.get()
-    if job.mode == RunMode.MULTIRUN:
-        raise ConfigError("an experiment with arms or seeds starts its runs itself: leave out -m (--multirun)")
-    train_all(Experiment(config, list(job.overrides.task), _script()), launcher.chosen())
+    train_all(Experiment(config, list(HydraConfig.get().overrides.task), _flags()))
 
 
-def expand(config: Mapping[str, Any], given: Sequence[str] = ()) -> list[Run]:
+def expand(config: Mapping[str, Any], given: Sequence[str] = (), flags: Sequence[str] = ()) -> list[Run]:
     """Return the runs of a configuration in the order in which they start, and write nothing.
 
-    A run that several arms share stands once. With ``tune`` the attempts of a grid come first; an arm has its best
+    A run that several arms need stands once. With ``tune`` the attempts of a grid come first; an arm has its best
     values as soon as they are known.
 
     Args:
         config: composed (``gsm.config.compose.compose``).
         given: the overrides that it was composed from.
+        flags: overrides of Hydra's own, for the command of each run.
 
     Raises:
         ConfigError: an arm, a run or a value cannot be trained.
     """
-    experiment = Experiment(config, given)
+    experiment = Experiment(config, [line for line in given if line.partition("=")[0] != "plan"], flags)
     tuning = Tuning(experiment)
     return in_order([*tuning.grid(), *experiment.with_arms(experiment.arms | tuning.settled().arms).trials()])
 
 
-def print_runs(config: DictConfig) -> None:
-    """Print one line for each run of Hydra's configuration, and write nothing. Raises ConfigError."""
-    print("\n".join(map(str, expand(from_job(config), list(HydraConfig.get().overrides.task)))))
+def print_plan(config: Mapping[str, Any]) -> None:
+    """Print the command of each run that is not finished, in the order in which they can start, and write nothing.
+
+    Raises ConfigError.
+    """
+    runs = expand(config, list(HydraConfig.get().overrides.task), _flags())
+    print("\n".join(command(run.program, *run.arguments) for run in runs if not run.finished()))
 
 
-def train_all(experiment: Experiment, hand_to: str | None = None) -> Table:
+def train_all(experiment: Experiment) -> Table:
     """Start the runs that are not finished, then print and write the table.
 
-    Args:
-        experiment: the arms and seeds.
-        hand_to: the name of the Hydra launcher that gets the runs; None: they are processes of this machine.
-
     Raises:
-        ConfigError: an arm or a run is wrong, or another process trains this experiment.
+        ConfigError: an arm or a run is wrong.
         SystemExit: 1 if a run has failed, 128 + the signal's number after a signal.
     """
     _refuse_ranks()
     tuning, trials = Tuning(experiment), experiment.trials()
-    for run in [] if hand_to else in_order(trials):
-        if run.checkpoint and not run.finished():  # an evaluation, checked before folders move
-            with naming(f"run {run.folder.name}"):
+    for run in in_order(trials):
+        if run.checkpoint and not run.finished():  # an evaluation, checked before anything is trained
+            with naming(f"run {run.label}"):
                 run.measure.require()
 
     def train_attempts(attempts: Sequence[Trial]) -> dict[str, list[str]]:
         work = _Work(experiment, attempts, later=[trial for trial in trials if not trial.finished()])
-        work.execute(hand_to)
+        work.execute()
         return work.failed
 
-    with folder.locked(experiment.held):
-        _describe(experiment, tuning)
-        if experiment.config["resume"] == "never":
-            _set_aside(experiment, [*tuning.attempts(), *tuning.settled().trials()])
-        folder.note(experiment.held, experiment.config)
-        failed = tuning.train(train_attempts)
-        settled = tuning.settled()
-        work = _Work(settled, settled.trials())
-        work.failed |= failed
-        print(filled([*work.header(), *tuning.header()]), flush=True)
-        work.execute(hand_to)
-        _describe(experiment, tuning)
-        table = _report(settled, list(experiment.arms), tuning)
+    _describe(experiment, tuning)
+    failed = tuning.train(train_attempts)
+    settled = tuning.settled()
+    work = _Work(settled, settled.trials())
+    work.failed |= failed
+    print(filled([*work.header(), *tuning.header()]), flush=True)
+    work.execute()
+    _describe(experiment, tuning)
+    table = _report(settled, list(experiment.arms), tuning)
     if work.failed:
         print(work.complaints(), flush=True)
         raise SystemExit(1)
     return table
-
-
-def _set_aside(experiment: Experiment, trials: Sequence[Trial]) -> None:
-    """Move unfinished runs aside before any run starts: an interrupted command continues without ``resume=never``."""
-    for trial in trials:
-        if not trial.finished():
-            with contextlib.nullcontext() if trial.folder == experiment.held else folder.locked(trial.folder):
-                start = folder.prepare({**trial.config, "resume": "never", "start_from": None})
-                if start.moves:
-                    folder.make_room(trial.config)
 
 
 class _Work:
@@ -144,21 +121,12 @@ class _Work:
         self.at_once = min(experiment.config["jobs"], len(self.waiting))
         self.seconds: list[float] = []  # durations of the finished trainings
         self.left = dict.fromkeys([*self.waiting, *(run for trial in later for run in trial.runs.values())])
-        self.failed: dict[str, list[str]] = {}  # error lines, by name
+        self.failed: dict[str, list[str]] = {}  # error lines, by label
         for trial in trials:
-            self._conclude(trial)  # a killed command may have left a finished trial without its summary
+            list_trial(Path(trial.config["folder"]).parent, trial.line())
 
-    def execute(self, hand_to: str | None) -> None:
-        """Start all runs here, or give them to a launcher of Hydra's. Raises SystemExit after a signal."""
-        if hand_to and self.waiting:
-            parts = _parts(self.trials, self.waiting)
-            print(f"{len(parts)} runs go to {hand_to}; their output: <arm>/seed<k>/train.log", flush=True)
-            for run in self.waiting:
-                self._note(run, "running")
-            launcher.launch(parts)
-            for run in self.waiting:
-                self._ended(run, 0 if run.finished() else None)
-            return
+    def execute(self) -> None:
+        """Start all runs. Raises SystemExit after a signal."""
         stopped = work_off(self.waiting, self.at_once, self._start, self._ended)
         if stopped is not None:
             print(f"\nstopped; to go on:\n  {again()}", flush=True)
@@ -172,7 +140,7 @@ class _Work:
             f"seeds {', '.join(map(str, experiment.seeds))}; in {path_text(experiment.folder)}"
         ]
         if self.done:
-            names = ", ".join(run.name for run in self.done)
+            names = ", ".join(run.label for run in self.done)
             lines.append(f"finished already, and skipped: {names}")
         return lines
 
@@ -185,7 +153,6 @@ class _Work:
         print(f"{self._label(run)}: started, output in {path_text(run.log)}", flush=True)
         if self.at_once > 1:
             print(textwrap.indent(shlex.join(run.command), "    "), flush=True)
-        self._note(run, "running")
         # A single run uses all idle cores.
         share = {"OMP_NUM_THREADS": str(max(1, threads.cores() // self.at_once))} if self.at_once > 1 else {}
         return Child(run, share, follow=self.at_once == 1)
@@ -194,19 +161,18 @@ class _Work:
         """Print how a run has ended, note it, and remember a failure."""
         how, numbers = _how(code), ""
         self.left.pop(run, None)
-        trials = [trial for trial in self.trials if run in trial.runs.values()]
         if code == 0:
             self.done[run] = None
-            numbers = "".join(map(self._conclude, trials))
-        elif run.after and run.after.name in self.failed:
-            how = f"not started, as {run.after.name} has failed"
-            self.failed[run.name] = [f"{run.name}: {how}"]
+            numbers = "".join(self._numbers(trial) for trial in self.trials if run in trial.runs.values())
+        elif run.after and run.after.label in self.failed:
+            how = f"not started, as {run.after.label} has failed"
+            self.failed[run.label] = [f"{run.label}: {how}"]
         else:
             words = tail(run.log)
             where = f"the end of {path_text(run.log)}:" if words else "it has written no log"
-            self.failed[run.name] = [f"{run.name} failed; {where}", *(f"  {word}" for word in words)]
+            self.failed[run.label] = [f"{run.label} failed; {where}", *(f"  {word}" for word in words)]
             stopped = code is not None and (code > 128 or -code in SIGNALS)
-            self._note(run, "interrupted" if stopped else "failed", how)
+            run.fail("interrupted" if stopped else "failed", f"its process {how}")
         after = f" after {clock(child.seconds())}" if child else ""
         if child and run.config and code == 0:
             self.seconds.append(child.seconds())
@@ -221,21 +187,13 @@ class _Work:
         return f"; {clock(seconds)} left for {count} run{'s' if count > 1 else ''}"
 
     def _label(self, run: Run) -> str:
-        return f"[{self.waiting.index(run) + 1}/{len(self.waiting)}] {run.name}"
+        return f"[{self.waiting.index(run) + 1}/{len(self.waiting)}] {run.label}"
 
-    def _note(self, run: Run, status: str, reason: str = "") -> None:
-        for trial in self.trials:
-            if status == "running" and any(own.name in self.failed for own in trial.runs.values()):
-                continue  # another run of it goes on, but it has failed
-            for name in [name for name, own in trial.runs.items() if own is run]:
-                trial.note(status=status, run=name, reason=f"run {name} {reason}" if reason else None)
-
-    def _conclude(self, trial: Trial) -> str:
-        """Write the summary of a trial if all of its runs are done, and return its columns of the table as words."""
+    def _numbers(self, trial: Trial) -> str:
+        """Return the columns of a trial, all of its runs done, as words; else an empty text."""
         if not self.done.keys() >= {*trial.runs.values()}:
             return ""
-        trial.conclude()
-        summary = RunSummary(trial.arm, trial.seed, trial.folder, read_json(trial.folder / "summary.json") or {})
+        summary = trial.summary()
         return "".join(f", {column} {number_text(summary.value(column))}" for column in self.experiment.columns)
 
 
@@ -246,40 +204,10 @@ def _how(code: int | None) -> str:
     return f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}" if code else "finished"
 
 
-def _parts(trials: Sequence[Trial], waiting: Sequence[Run]) -> dict[tuple[str, ...], list[Run]]:
-    """Group the waiting runs into jobs of a cluster, by the overrides of the first trial in each.
-
-    A job has the waiting runs of one trial, and those of every trial that depends on the same runs.
-    """
-    parts: dict[tuple[str, ...], list[Run]] = {}
-    for trial in trials:
-        runs = [run for run in in_order([trial]) if run in waiting]
-        met = [key for key, part in parts.items() if {*runs, *(run.after for run in runs)} & {*part}]
-        joined = [run for key in met for run in parts.pop(key)] + runs
-        if runs:
-            parts[met[0] if met else trial.overrides] = list(dict.fromkeys(joined))
-    return parts
-
-
-def _script() -> list[str]:
-    """Return the words that train one run: Python, this script, the folder of the user's yamls, Hydra's overrides.
-
-    Raises ConfigError for a flag that the runs would not have.
-    """
-    parsed, _ = get_args_parser().parse_known_args(sys.argv[1:])
-    for flag, value in (("--config-name", parsed.config_name), ("--config-path", parsed.config_path)):
-        if value:
-            raise ConfigError(
-                f"{flag} {value} was given, but an experiment composes its runs from configs/train.yaml: leave it out, "
-                "and add yaml files of your own with --config-dir"
-            )
-    noted = searchpath_word(paths.config_folders()[1:])  # by this script, and by each that it starts
-    own = [line for line in HydraConfig.get().overrides.hydra if line != noted]
-    if any(line.startswith("hydra.searchpath=") for line in own):
-        raise ConfigError("hydra.searchpath= was given: add yaml files of your own with --config-dir instead")
-    own_yamls = ["--config-dir", parsed.config_dir] if parsed.config_dir else []
-    ours = ("hydra.run.", "hydra.mode=", f"{launcher.GROUP}=", "hydra.launcher.")
-    return [sys.executable, sys.argv[0], *own_yamls, *(line for line in own if not line.startswith(ours))]
+def _flags() -> list[str]:
+    """Return the overrides of Hydra itself that every run has."""
+    own = ("hydra.run.", "hydra.sweep.", "hydra.mode=", "hydra/launcher=", "hydra.launcher.", "hydra.searchpath=")
+    return [line for line in HydraConfig.get().overrides.hydra if not line.startswith(own)]
 
 
 def _refuse_ranks() -> None:
@@ -287,7 +215,7 @@ def _refuse_ranks() -> None:
         if os.environ.get(name, "1") != "1":
             raise ConfigError(
                 f"{name}={os.environ[name]} in the environment is not allowed because an experiment is one process, "
-                "which starts others. Use trainer.devices, or the runs that --cfg runs prints, one by one."
+                "which starts others. Use trainer.devices, or the runs that plan=true prints, one by one."
             )
 
 
@@ -312,9 +240,9 @@ def _report(experiment: Experiment, arms: Sequence[str], tuning: Tuning) -> Tabl
 
 def _notes(experiment: Experiment, table: Table) -> list[str]:
     """Return sentences on the table: runs that do not compare, are left out, or not finished."""
-    mine = {run.folder for run in table.runs}
-    others = [run for run in read_runs(experiment.folder) if run.finished and run.folder not in mine]
-    names = ", ".join(f"{run.arm}/seed{run.seed}" for run in others)
+    mine = [run.parts for run in table.runs]
+    others = [run for run in read_runs(experiment.folder) if run.finished and run.parts not in mine]
+    names = ", ".join(run.folder.name for run in others)
     left_out = [f"not in the table, because their configuration differs: {names}"] if names else []
     return [*apart(table.runs), *left_out, *unfinished([experiment.folder])]
 

@@ -16,12 +16,14 @@ from urllib.parse import quote
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
+from omegaconf import OmegaConf
 
 from gsm import paths
-from gsm.config.check import ConfigError, flat
+from gsm.config.address import noted
+from gsm.config.check import flat
 from gsm.config.command_line import own_configs
-from gsm.config.options import opening, saved
-from gsm.experiments.table import FOOTNOTE, RunSummary, Table, mapping, read_contents, settings, yamls
+from gsm.config.options import opening
+from gsm.experiments.table import FOOTNOTE, RunSummary, Table, configs, mapping, read_contents, settings
 from gsm.files import read_json
 from gsm.tables import Grid
 from gsm.training.callbacks.progress import clock
@@ -103,7 +105,7 @@ class Report:
             evaluations=[evaluation for folder in self.folders for evaluation in _evaluations(folder, self.place)],
             differences=self._differences(),
             arms=self._arms(),
-            configuration=[(run.arm, name, _read(file)) for run in first for name, file in yamls(run).items()],
+            configuration=[(run.arm, name, _yaml(config)) for run in first for name, config in configs(run).items()],
             environment=self._environment(),
             data=[
                 [key, _text(value)] for run in first for key, value in flat(mapping(run.summary.get("data"))).items()
@@ -145,7 +147,7 @@ class Report:
             facts |= {"kernels": kernels(chosen) or None, **versions}
             for key, value in facts.items():
                 runs = by_value.setdefault((key, "unknown" if value is None else _text(value)), [])
-                runs.append(f"{run.arm}/seed{run.seed}")
+                runs.append(run.folder.name)
         grid = [["what", "value", "runs"]]
         for (key, value), runs in by_value.items():
             grid.append([key, value, "all" if len(runs) == len(self.table.runs) else ", ".join(runs)])
@@ -159,7 +161,7 @@ class Report:
             run = by_folder.get(folder)
             steps, tokens = (run.value(key) if run else None for key in ("steps", "tokens"))
             yield {
-                "name": f"{folder.parent.name}/{folder.name}" if len(self.folders) == 1 else self._relative(folder),
+                "name": self._relative(folder),
                 "state": state or "finished",
                 "steps": "-" if steps is None else f"{steps:,.0f}",
                 "tokens": "-" if tokens is None else f"{tokens:,.0f}",
@@ -194,11 +196,16 @@ def _question(experiment: str) -> str:
 
 def _commands(folder: Path) -> list[str]:
     """Return the command that trained the runs of a folder; none where train.py has not started them."""
-    overrides = _saved(folder / ".hydra/overrides.yaml")
+    overrides = noted(folder).get("overrides")
     if not isinstance(overrides, list):
         return []
     before, flag = own_configs()
     return [before + shlex.join(["python", "train.py", *flag, *map(str, overrides)])]
+
+
+def _yaml(config: Mapping[str, Any]) -> str:
+    """Return a configuration as a yaml, without what its folder tells."""
+    return OmegaConf.to_yaml(OmegaConf.create({k: v for k, v in config.items() if k not in ("address", "choices")}))
 
 
 def _known(run: RunSummary) -> dict[str, str]:
@@ -242,11 +249,3 @@ def _read(file: Path) -> str:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-def _saved(file: Path) -> Any:
-    """Return the content of a yaml of Hydra's; None for a damaged one."""
-    try:
-        return saved(file)
-    except ConfigError:
-        return None

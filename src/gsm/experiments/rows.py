@@ -44,18 +44,18 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from gsm import paths, plots
+from gsm.config.address import noted
 from gsm.config.check import ConfigError, unknown
-from gsm.config.options import HIDDEN, opening, saved
-from gsm.evaluation.checkpoints import TRAINED
+from gsm.config.options import HIDDEN, opening
 from gsm.experiments import SEVERAL
-from gsm.experiments.table import RunSummary, Table, read_otherwise, read_runs, summarise, told_apart
-from gsm.files import damage, read_json, write_whole
+from gsm.experiments.table import TUNING, RunSummary, Table, read_otherwise, read_runs, summarise
+from gsm.files import damage, write_whole
 from gsm.intervals import Cell, over_windows
 from gsm.tables import Grid, grid_markdown, length_text
 
 RESULTS = paths.ROOT / "results"
 FACTS = (
-    *("experiment", "arm", "seed", "split", "status", "reason", "commit", "clean", "sources", "command"),
+    *("experiment", "arm", "seed", "settings", "split", "status", "reason", "commit", "clean", "sources", "command"),
     *("corpus", "corpus_sha256", "optimizer", "learning_rate", "steps", "tokens", "parameters", "seconds"),
     *("device", "versions", "fingerprint.documents", "fingerprint.tokenizer"),
 )
@@ -98,14 +98,18 @@ def publish(folder: Path, into: Path, metrics: Sequence[str]) -> str:
             known = ",".join(name for name in header if name not in FACTS)
             raise ConfigError(f"columns must be those of {path.name}, {known}, got {missing[0]}")
         columns = header
-    places = [file.parent for file in sorted(folder.rglob("summary.json"))]
-    rows = {place: row(place, columns) for place in places if re.fullmatch(r"seed-?\d+", place.name)}  # others: parts
-    rows = {place: line for place, line in rows.items() if line["status"] not in ("", "running")}
-    new = [line for line in rows.values() if line not in written]
-    finished = [run for run in read_runs(folder) if run.finished]
-    for run in told_apart(sorted(finished, key=lambda run: rows[run.folder] in new)):
-        if run.arm != run.folder.parent.name and rows[run.folder] in new:
-            raise ConfigError(f"seed {run.seed} must have the settings of its arm in {path.name}, got {run.arm}")
+    found = [run for place in (folder, folder / TUNING) for run in read_runs(place)]
+    ended = [run for run in found if run.summary.get("status") not in (None, "running")]
+    rows = [row(run, folder.name, columns) for run in ended]
+    new = [line for line in rows if line not in written]
+    # A table has the mean of an arm: its seeds, and those of a tuned value, need the same settings.
+    of_arm = {_arm(line): line["settings"] for line in written if line.get("settings")}
+    for run, line in zip(ended, rows, strict=True):
+        own = str(run.summary.get("settings"))
+        if line in new and of_arm.setdefault(_arm(line), own) != own:
+            raise ConfigError(
+                f"seed {run.seed} of {run.arm} must have the settings of its arm in {path.name}, got {own}"
+            )
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     if not (before := path.read_bytes() if path.is_file() else b""):
@@ -115,21 +119,25 @@ def publish(folder: Path, into: Path, metrics: Sequence[str]) -> str:
     return f"{len(new)} rows added to {path}, {len(rows) - len(new)} were there"
 
 
-def row(folder: Path, columns: Sequence[str]) -> dict[str, str]:
-    """Return the row of one run from its `summary.json` and the configuration in `.hydra`, as texts by column. Raises
-    ConfigError for a damaged file."""
-    if sentence := damage(folder / "summary.json"):
+def _arm(line: Mapping[str, str]) -> tuple[str, str]:
+    """Return the arm of a row, and the value that it tries where it is an attempt of tuning."""
+    return line["arm"], line["learning_rate"] if line["split"] == "tuning" else ""
+
+
+def row(run: RunSummary, experiment: str, columns: Sequence[str]) -> dict[str, str]:
+    """Return the row of one run, as texts by column. Raises ConfigError for a damaged file."""
+    if sentence := damage(run.folder / "summary.json"):
         raise ConfigError(sentence)
-    summary = read_json(folder / "summary.json") or {}
-    config, words = _composed(folder, summary)
-    run = RunSummary(str(summary.get("arm")), 0, folder, summary)
+    summary, config = run.summary, noted(run.folder)
+    words = list(map(str, config.get("overrides") or []))
     data, optimizer = summary.get("data") or {}, config.get("optimizer") or {}
     corpus = data.get("corpus") or (summary.get("choices") or {}).get("data")
     commit = str(summary.get("commit") or "")
     path = str((config.get("data") or {}).get("path") or "")
     words = [ABOVE.sub("start_from=", word) for word in words if not word.startswith(LOCAL)]
     facts = {
-        **{name: summary.get(name) for name in ("experiment", "arm", "seed", "status", "reason", "device")},
+        **{name: summary.get(name) for name in ("arm", "seed", "settings", "status", "reason", "device")},
+        "experiment": experiment,
         "split": (config.get("data") or {}).get("held_out", "validation"),
         "commit": commit.removesuffix("+"),
         "clean": ("no" if commit.endswith("+") else "yes") if commit else "",
@@ -367,17 +375,6 @@ def _parsed(words: str, folder: Path) -> tuple[str, Table, dict[str, str]]:
         if with_runs and arm not in with_runs:
             raise unknown("arm", arm, with_runs, path.name)
     return name, summarise(trained, columns, sorted(arms, key=lambda arm: arm != first)), options
-
-
-def _composed(folder: Path, summary: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
-    """Return the configuration of a run and the overrides that it was started with; of an arm of several runs, those of
-    the last that trains."""
-    last = (summary.get(TRAINED) or [""])[-1]
-    place = folder / str(((summary.get("runs") or {}).get(last) or {}).get("folder", last))
-    if not (place / ".hydra/config.yaml").is_file():
-        return {}, []
-    config, words = (saved(place / f".hydra/{name}.yaml") for name in ("config", "overrides"))
-    return config if isinstance(config, dict) else {}, list(map(str, words)) if isinstance(words, list) else []
 
 
 def _nested(line: Mapping[str, str]) -> dict[str, Any]:

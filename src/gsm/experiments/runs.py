@@ -6,9 +6,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import re
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from gsm import paths
-from gsm.checkpoint import CheckpointError, is_model
-from gsm.config.check import ConfigError
+from gsm.checkpoint import is_model
+from gsm.config.address import address, changed, find, hashed, settings
+from gsm.config.check import ConfigError, flat
 from gsm.config.compose import compose, quoted, refuse_unnamed
 from gsm.config.load import checkpoint_folder, digest
 from gsm.evaluation import commands
-from gsm.evaluation.checkpoints import TRAINED
 from gsm.evaluation.measure import Measure
 from gsm.evaluation.ruler import Ruler
 from gsm.experiments import SEVERAL
@@ -37,9 +34,9 @@ from gsm.experiments.entries import (
     read_columns,
     read_seeds,
 )
-from gsm.experiments.table import Table, read_runs, summarise
+from gsm.experiments.table import RunSummary, Table, read_runs, read_trial, summarise
 from gsm.files import read_json, write_json
-from gsm.training import folder, weights
+from gsm.training import folder as training
 from gsm.training.run import open_data
 from gsm.training.trainer import refuse_early
 
@@ -49,30 +46,41 @@ class Run:
     """One process that trains or measures.
 
     Attributes:
-        name: its folder below the experiment's, such as ``gsm/seed0/train``; no other run has it.
-        folder: with its ``summary.json``.
-        command: as words.
+        experiment: the folder ``logs/<name>``.
+        label: begins the name of its folder.
+        address: ends it: a hash of everything that decides its result.
+        program: train or evaluate.
+        arguments: of the program.
         after: the run that it takes weights from; None: it waits for nothing.
         config: composed; None: it measures.
         checkpoint: the weights that it measures.
         words: arguments of evaluate.py that it measures with, without the checkpoint.
     """
 
-    name: str
-    folder: Path
-    command: tuple[str, ...]
+    experiment: Path
+    label: str
+    address: str
+    program: str
+    arguments: tuple[str, ...] = ()
     after: Run | None = None
     config: Mapping[str, Any] | None = field(default=None, repr=False)
     checkpoint: Path | None = None
     words: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
-        return f"{self.name}  {os.path.relpath(self.folder)}  {shlex.join(self.command)}"
+    @property
+    def folder(self) -> Path:
+        """With its ``summary.json``: the folder that the address finds, or a new one."""
+        return find(self.experiment, self.address) or self.experiment / f"{self.label}-{self.address}"
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The command of its process, as words."""
+        return (sys.executable, *paths.script(self.program), *self.arguments)
 
     @property
     def log(self) -> Path:
         """The file for its output."""
-        return self.folder / ("evaluate.log" if self.config is None else "train.log")
+        return self.folder / f"{self.program}.log"
 
     @property
     def measure(self) -> Measure:
@@ -80,29 +88,24 @@ class Run:
         return commands.parse(self.words)
 
     def finished(self) -> bool:
-        """Return whether its results are there, and those of all runs before it. A run with a broken checkpoint is not
-        finished: started again, it names the remedy."""
-        if self.after and not self.after.finished():
-            return False
-        if self.checkpoint:
-            known = read_json(self.folder / "summary.json") or {}
-            there = known.get("status") == "finished" and is_model(checkpoint_folder(self.checkpoint))
-            return there and self._measured().items() <= known.items()
-        try:
-            config = self.config
-            return config is not None and folder.finished(config, lambda: open_data(config).fingerprint())
-        except (CheckpointError, FileNotFoundError) as error:  # its own, or the one that it started from
-            print(f"{self.name} was finished, but cannot be used: {error}", flush=True)
-            return False
+        """Return whether its results are there. Raises ConfigError where it has read other data than lie there now."""
+        if config := self.config:
+            return training.finished(config, lambda: open_data(config).fingerprint())
+        known = read_json(self.folder / "summary.json") or {}
+        there = known.get("status") == "finished" and is_model(checkpoint_folder(self.checkpoint or ""))
+        return there and known.get("checkpoint") == digest(self.checkpoint)
 
     def conclude(self) -> None:
         """Write the summary of a measurement; a training writes its own. Raises OSError."""
         if self.checkpoint:
-            facts = {"status": "finished", **self._measured(), "metrics": self.measure.metrics_in(self.folder)}
-            write_json(self.folder / "summary.json", facts)
+            facts = {"status": "finished", "command": list(self.words), "checkpoint": digest(self.checkpoint)}
+            write_json(self.folder / "summary.json", {**facts, "metrics": self.measure.metrics_in(self.folder)})
 
-    def _measured(self) -> dict[str, Any]:
-        return {"command": list(self.words), "checkpoint": digest(self.checkpoint)}
+    def fail(self, status: str, reason: str) -> None:
+        """Write how it has ended, where its process could not. Raises OSError."""
+        known = read_json(self.folder / "summary.json") or {}
+        if known.get("status") in (None, "running"):
+            write_json(self.folder / "summary.json", {**known, "status": status, "reason": reason})
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,9 +113,9 @@ class Trial:
     """One arm with one seed: a line of the table.
 
     Attributes:
-        config: composed; all of its runs have it.
+        config: composed; its runs have it, each with changes of its own.
         overrides: that it was composed from.
-        runs: by name; a single one without a name trains in the trial's own folder.
+        runs: by name; a single one has no name. Trials that need the same run share it.
     """
 
     arm: str
@@ -121,52 +124,22 @@ class Trial:
     overrides: tuple[str, ...] = field(repr=False)
     runs: dict[str, Run] = field(default_factory=dict)
 
-    @property
-    def folder(self) -> Path:
-        """With its summary."""
-        return Path(self.config["folder"])
-
     def finished(self) -> bool:
         """Return whether all of its runs have come to their end."""
         return all(run.finished() for run in self.runs.values())
 
-    def note(self, **facts: Any) -> None:
-        """Write its state so far; a single run writes all by itself. Raises OSError."""
-        if "" in self.runs:
-            return
-        names = {"experiment": self.config["name"], "arm": self.arm, "seed": self.seed}
-        # The facts of a training that arms share have the name of the first arm.
-        summary = {"reason": None, **facts, **names, TRAINED: self._trained()}
-        if read_json(self.folder / "summary.json") != summary:
-            write_json(self.folder / "summary.json", summary)
+    def summary(self) -> RunSummary:
+        """Return what its runs have measured so far."""
+        return read_trial(Path(self.config["folder"]).parent, self.line())
 
-    def conclude(self) -> None:
-        """Write the summary of its last training, with the metrics of every evaluation. Raises OSError."""
-        if "" in self.runs:
-            return
-        summaries = {name: read_json(run.folder / "summary.json") or {} for name, run in self.runs.items()}
-        where = {name: os.path.relpath(run.folder, self.folder) for name, run in self.runs.items()}
-        trained = self._trained()
-        facts = dict(summaries[trained[-1]]) if trained else {}
-        for name, summary in summaries.items():
-            facts |= {f"{name}/{key}": value for key, value in summary.get("metrics", {}).items()}
-        runs = {name: {**summaries[name], "folder": where[name]} for name in self.runs}
-        curves = where[trained[0]] if trained else ""
-        self.note(**{**facts, "status": "finished", "runs": runs, "curves": curves, "run": None})
-
-    def _trained(self) -> list[str]:
-        return [name for name, run in self.runs.items() if run.config is not None]
+    def line(self) -> dict[str, Any]:
+        """Return it as a line of the experiment's list of trials."""
+        return {"arm": self.arm, "seed": self.seed, "runs": {name: run.folder.name for name, run in self.runs.items()}}
 
 
 def in_order(trials: Iterable[Trial]) -> list[Run]:
     """Return all runs of trials in the order in which they start: each once, behind the run that it waits for."""
-    ordered: dict[Run, None] = {}
-    for run in [run for trial in trials for run in trial.runs.values()]:
-        chain = [run]
-        while chain[0].after:  # it may be a run of an arm that was not chosen
-            chain.insert(0, chain[0].after)
-        ordered |= dict.fromkeys(chain)
-    return list(ordered)
+    return list(dict.fromkeys(run for trial in trials for run in trial.runs.values()))
 
 
 class Experiment:
@@ -175,7 +148,7 @@ class Experiment:
     Args:
         config: the parent's composed configuration.
         given: the overrides on the parent's command line, without Hydra's own.
-        script: the command that trains one run, as words; overrides are added to it.
+        flags: overrides of Hydra's own, for the command of each run.
 
     Attributes:
         arms: all arms by name, with their overrides.
@@ -187,21 +160,18 @@ class Experiment:
         ConfigError: arms, seeds, runs or table cannot be used.
     """
 
-    def __init__(self, config: Mapping[str, Any], given: Sequence[str] = (), script: Sequence[str] = ()) -> None:
+    def __init__(self, config: Mapping[str, Any], given: Sequence[str] = (), flags: Sequence[str] = ()) -> None:
         keys = {key_of(line) for line in given}
-        if "folder" in keys:
-            raise ConfigError(
-                "folder must be left out, as an experiment has several runs: logs= or name= choose their place"
-            )
         if {"seed", "seeds"} <= keys:
             raise ConfigError(f"seed or seeds must be left out, got seed={config['seed']} and seeds={config['seeds']}")
-        self.config, self.given, self.script = config, given, script
+        self.config, self.given, self.flags = config, given, flags
         self.arms = read_arms(config["arms"]) if config["arms"] is not None else {str(config["arm"]): []}
         self.chosen = read_chosen(config["arm"], self.arms) if "arm" in keys else list(self.arms)
         one_seed = config["seeds"] is None or "seed" in keys
         self.seeds = [config["seed"]] if one_seed else read_seeds(config["seeds"])
         self.columns = read_columns(config["table"])
         self._trials: dict[tuple[str, ...], Trial] = {}  # by overrides
+        self._runs: dict[str, Run] = {}  # by address
         self._configs: dict[tuple[str, ...], dict[str, Any]] = {}  # composing takes a third of a second
 
     @property
@@ -209,16 +179,10 @@ class Experiment:
         """``logs/<name>``."""
         return Path(self.config["logs"]) / str(self.config["name"])
 
-    @property
-    def held(self) -> Path:
-        """The folder that no other command may work on: the experiment's, or that of a single arm and seed."""
-        single = all(self.config[key] is None for key in SEVERAL)
-        return self.trial(self.chosen[0], self.seeds[0]).folder if single else self.folder
-
     def with_arms(self, arms: Mapping[str, list[str]]) -> Experiment:
         """Return the experiment with these arms alone, and with other overrides."""
         other = copy.copy(self)
-        other.arms, other._trials = dict(arms), {}
+        other.arms, other._trials, other._runs = dict(arms), {}, {}
         other.chosen = [arm for arm in self.chosen if arm in arms]
         return other
 
@@ -254,7 +218,6 @@ class Experiment:
         """Return the overrides of an arm with a seed, and with further values. Those of the user come last."""
         first = [line for line in self.given if key_of(line) in ("experiment", "runs")]  # which arms may change
         last = [line for line in self.given if line not in first and key_of(line).partition(".")[0] not in OWN]
-        last = [line for line in last if line != "resume=never"]  # which the parent obeys, once
         one = [f"{key}=null" for key in SEVERAL]  # or a run would be an experiment itself
         one += [f"arm={quoted(arm)}", f"seed={seed}", f"name={quoted(self.config['name'])}"]
         return (*first, *one, *self.arms[arm], *values, *last)
@@ -262,63 +225,66 @@ class Experiment:
     def table(self, rows: Iterable[str]) -> Table:
         """Return the table of all finished runs of this configuration, of this command or another, by arms ``rows``."""
         runs = [run for run in read_runs(self.folder) if run.finished and run.arm in self.arms]
-        return summarise([run for run in runs if self.trial(run.arm, run.seed).finished()], self.columns, list(rows))
+        own = [run for run in runs if self.trial(run.arm, run.seed).summary().parts == run.parts]
+        return summarise(own, self.columns, list(rows))
 
     def _add_runs(self, trial: Trial, pick: Callable[[list[Entry]], list[Entry]]) -> None:
-        """Add every run of a trial, or the run of another arm that trains the same."""
-        config, entries = trial.config, trial.config["runs"]
+        """Add every run of a trial."""
+        entries = trial.config["runs"]
         if entries is None:
-            command, after = (*self.script, *trial.overrides), self._trained_in(config)
-            trial.runs[""] = Run(self._name(trial.folder), trial.folder, command, after, config)
+            trial.runs[""] = self._shared(
+                Run(*_place(trial.config), "train", (*trial.overrides, *self.flags), None, trial.config)
+            )
             return
-        weights_of: dict[str | None, Path] = {}
+        checkpoints: dict[str | None, str] = {}
         for entry in pick(parse_runs(entries)):
-            start, after = weights_of.get(entry.after), trial.runs.get(entry.after or "")
+            after, path = trial.runs.get(entry.after or ""), checkpoints.get(entry.after)
             if entry.checkpoint:
-                weights_of[entry.name] = checkpoint_folder(entry.checkpoint)
+                checkpoints[entry.name] = entry.checkpoint
             elif entry.measures:
-                assert start, "`parse_runs` takes no evaluation without weights"
-                trial.runs[entry.name] = self._evaluation(trial.folder / entry.name, entry, start, after)
+                trial.runs[entry.name] = self._evaluation(trial, entry, path, after)
             else:
-                trial.runs[entry.name] = self._training(trial, entry, start, after)
-                weights_of[entry.name] = trial.runs[entry.name].folder
+                trial.runs[entry.name] = self._training(trial, entry, path, after)
 
-    def _training(self, trial: Trial, entry: Entry, start: Path | None, after: Run | None) -> Run:
-        """Return a run that trains; arms with runs of one name that train the same share that of the first of them."""
-        place = trial.folder / entry.name
-        overrides = [*_without(trial.overrides, entry.lines, start), "runs=null", *entry.lines]
-        overrides += [f"folder={quoted(place)}", *([f"start_from={quoted(start)}"] if start else [])]
+    def _training(self, trial: Trial, entry: Entry, path: str | None, after: Run | None) -> Run:
+        """Return a run that trains, from a checkpoint or after another run."""
+        start = path or (str(after.folder) if after else None)
+        words = [*_without(trial.overrides, entry.lines, start), "runs=null", *entry.lines]
+        label = f"{trial.config['label']}-{entry.name}"
+        words.append(f"label={quoted(label)}")
         with naming(f"run {entry.name}"):
-            config = self._composed(overrides)
-        after, command = after or self._trained_in(config), (*self.script, *overrides)
-        for arm in self._before(trial.arm):
-            other = self.trial(arm, trial.seed).runs.get(entry.name)
-            if other and other.config and other.after is after and _trains(other.config) == _trains(config):
-                return other
-        return Run(self._name(place), place, command, after, config)
+            config = self._composed([*words, *([f"start_from={quoted(path)}"] if path else [])])
+        if after:
+            assert after.config, "`parse_runs` takes no run after one that measures"
+            begins = {"run": after.address, "settings": settings(after.config), "step": None}
+            config = changed(config, start_from=start, origin=begins)
+        words += [f"start_from={quoted(start)}"] if start else []
+        return self._shared(Run(*_place(config), "train", (*words, *self.flags), after, config))
 
-    def _evaluation(self, place: Path, entry: Entry, start: Path, after: Run | None) -> Run:
+    def _evaluation(self, trial: Trial, entry: Entry, path: str | None, after: Run | None) -> Run:
+        """Return a run that measures a checkpoint, or the end of another run."""
+        begins, place = after.address if after else digest(path), Path(trial.config["folder"]).parent
+        digits, label = hashed([entry.lines, begins]), f"{trial.config['label']}-{entry.name}"
+        if digits in self._runs:
+            return self._runs[digits]
+        start, folder = path or (after.folder if after else ""), Run(place, label, digits, "evaluate").folder
         chosen, _ = commands.choose(entry.lines)
-        prefix, output = "ruler." if chosen is Ruler else "", place if chosen.takes_folder else place / chosen.file
+        prefix, output = "ruler." if chosen is Ruler else "", folder if chosen.takes_folder else folder / chosen.file
         words = (*entry.lines, f"checkpoint={start}", f"{prefix}output={output}")
-        command = (sys.executable, *paths.script("evaluate"), *words)
-        return Run(self._name(place), place, command, after, checkpoint=start, words=entry.lines)
+        return self._shared(Run(place, label, digits, "evaluate", words, after, None, Path(start), entry.lines))
 
-    def _trained_in(self, config: Mapping[str, Any]) -> Run | None:
-        """Return the run, of an arm before, that trains the weights that another one starts from."""
-        if not config.get("start_from"):
-            return None
-        wanted = Path(config["start_from"])
-        named = re.match(r"([^/]+)/seed(\d+)(?:/|$)", os.path.relpath(wanted, self.folder))
-        if not named or named[1] not in self._before(config["arm"]):
-            return None
-        runs = self.trial(named[1], int(named[2])).runs.values()
-        return next((run for run in runs if run.config and run.folder in (wanted, *wanted.parents)), None)
-
-    def _before(self, arm: str) -> list[str]:
-        """Return the arms that stand before this one in the experiment."""
-        arms = [*self.arms]
-        return arms[: arms.index(arm)]
+    def _shared(self, run: Run) -> Run:
+        """Return the first run with this address. Raises ConfigError where its data lie at another path: their contents
+        do not enter the address."""
+        first = self._runs.setdefault(run.address, run)
+        if first.config and run.config:
+            there, here = (flat(one) for one in (first.config, run.config))
+            for key in run.config["address"]["paths"]:
+                if there.get(key) != here.get(key):
+                    raise ConfigError(
+                        f"{key} must end in another name for other data, got {here.get(key)} beside {there.get(key)}"
+                    )
+        return first
 
     def _composed(self, overrides: Sequence[str]) -> dict[str, Any]:
         """Return a configuration that can be trained, and loaded from its checkpoint. Raises ConfigError."""
@@ -330,20 +296,17 @@ class Experiment:
             self._configs[key] = config
         return self._configs[key]
 
-    def _name(self, place: Path) -> str:
-        return os.path.relpath(place, self.folder)
+
+def _place(config: Mapping[str, Any]) -> tuple[Path, str, str]:
+    """Return the folder of the experiment of a configuration, its label, and its address."""
+    return Path(config["folder"]).parent, str(config["label"]), address(config)
 
 
-def _trains(config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return all that decides the weights of a run: its configuration, where it starts, and whether as a branch."""
-    return folder.identity({**config, "start_from": None}), config.get("start_from"), weights.is_branch(config)
-
-
-def _without(overrides: Sequence[str], lines: Sequence[str], start: Path | None) -> list[str]:
+def _without(overrides: Sequence[str], lines: Sequence[str], start: str | None) -> list[str]:
     """Return the overrides of a trial that hold for a run with these lines: not the keys that the run sets, nor those
     below a group that the run chooses itself."""
     groups = [key.replace("/", ".") for line in lines if is_group(key := key_of(line))]
-    reset = {"runs", "folder", *(["start_from"] if start else [])}
+    reset = {"runs", *(["start_from"] if start else [])}
 
     def holds(line: str) -> bool:
         key = key_of(line).replace("/", ".")

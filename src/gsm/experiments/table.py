@@ -7,22 +7,23 @@ print(summarise(read_runs("logs/ablate_residual"), ["bits_per_byte", "data.train
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gsm.config.check import ConfigError, few, flat
-from gsm.config.decisive import LOCAL, decides
-from gsm.config.options import saved
+from gsm.config.address import CONFIG, noted, of_all_seeds
+from gsm.config.check import few
 from gsm.files import read_json
 from gsm.intervals import Cell, over_pairs, over_seeds
 from gsm.tables import WIDTH, Grid, grid_csv, grid_markdown, grid_text, number_text
 
+TRIALS = "trials.jsonl"  # the trials of an experiment, one in a line: arm, seed, and the folders of its runs by name
+TUNING = "tuning"  # in an experiment's folder: the runs that choose its values
 CONTENTS = "experiment.json"  # the arms of an experiment in their order, and the columns of its table
 COLUMNS = ("bits_per_byte", "val_loss")
 PROPERTIES = ("parameters", "learning_rate", "cache_bytes", "state_bytes")  # no seed of an arm changes them
@@ -46,14 +47,28 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run: its arm and seed, its folder, and the content of its ``summary.json``."""
+    """One arm with one seed: its run, or its runs after one another, with the content of their ``summary.json``.
+
+    Attributes:
+        folder: of the last run that trains.
+        summary: of that run, with the numbers of all that measure: ``<name of the run>/<metric>``.
+        parts: the folder of every run, by name; a single one has no name.
+        task: the name that `with_tasks` gives its data.
+        settings: that decide its training, without its seed; None: see `settings`.
+    """
 
     arm: str
     seed: int
     folder: Path
     summary: dict[str, Any]
-    task: str = ""  # the name that `with_tasks` gives its data
-    settings: dict[str, str] | None = None  # that decide its training, without its seed; None: see `settings`
+    parts: Mapping[str, str] = field(default_factory=dict)
+    task: str = ""
+    settings: dict[str, str] | None = None
+
+    @property
+    def curves(self) -> Path:
+        """The file with its learning curves; of several runs those of the first that trains."""
+        return self.folder.parent / self.summary.get("curves", self.folder.name) / "metrics.csv"
 
     @property
     def finished(self) -> bool:
@@ -229,26 +244,70 @@ class Table:
 
 
 def read_runs(folder: str | os.PathLike[str]) -> list[RunSummary]:
-    """Return the runs below ``logs/<name>``, finished or not, arms in the experiment's order, then by seed.
+    """Return the runs in ``logs/<name>``, finished or not, arms in the experiment's order, then by seed.
 
-    Runs without a readable summary are left out.
+    The experiment lists its trials in ``trials.jsonl``; a run that was started by itself has its arm in its summary. A
+    trial without any folder is left out.
     """
-    runs, order = [], list(read_contents(folder).get("arms", ()))
-    for file in sorted(Path(folder).glob("*/seed*/summary.json")):
-        number = re.fullmatch(r"seed(-?\d+)", file.parent.name)
-        summary = read_json(file)
-        if number and summary is not None:
-            runs.append(RunSummary(file.parent.parent.name, int(number[1]), file.parent, summary))
-    place = {arm: number for number, arm in enumerate(order)}
-    return sorted(runs, key=lambda run: (place.get(run.arm, len(place)), run.arm, run.seed))
+    folder, order = Path(folder), list(read_contents(folder).get("arms", ()))
+    trials = {json.dumps(line): line for line in read_lines(folder / TRIALS)}.values()
+    listed = {name for line in trials for name in line["runs"].values()}
+    runs = [read_trial(folder, line) for line in trials if any((folder / x).is_dir() for x in line["runs"].values())]
+    for place in sorted({file.parent for name in ("summary.json", CONFIG) for file in folder.glob(f"*/{name}")}):
+        known = {} if place.name in listed else read_json(place / "summary.json") or noted(place)
+        if isinstance(known.get("seed"), int):
+            line = {"arm": str(known.get("arm")), "seed": known["seed"], "runs": {"": place.name}}
+            runs.append(read_trial(folder, line))
+    rank = {arm: number for number, arm in enumerate(order)}
+    return sorted(runs, key=lambda run: (rank.get(run.arm, len(rank)), run.arm, run.seed))
+
+
+def list_trial(folder: Path, line: Mapping[str, Any]) -> None:
+    """Add a trial to an experiment's list, unless it stands there. Several commands may do so at once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if line not in read_lines(folder / TRIALS):
+        with (folder / TRIALS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the trials in an experiment's list. A line that a killed process has not finished is left out."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return [line for line in found if {"arm", "seed", "runs"} <= mapping(line).keys()]
+
+
+def read_trial(folder: Path, line: Mapping[str, Any]) -> RunSummary:
+    """Return one trial of ``logs/<name>``, by its line in the list."""
+    parts = {name: read_json(folder / place / "summary.json") or {} for name, place in line["runs"].items()}
+    trained = [name for name, part in parts.items() if "metrics" not in part and part.get("model")] or [*parts][:1]
+    last = trained[-1]
+    summary = dict(parts[last])
+    for name, part in parts.items():
+        summary |= {f"{name}/{key}": value for key, value in mapping(part.get("metrics")).items()}
+    if "" not in parts:
+        undone = {name: part for name, part in parts.items() if part.get("status") != "finished"}
+        begun = next((name for name in reversed(undone) if undone[name]), next(iter(undone), None))
+        summary |= {
+            "status": "finished",
+            "reason": summary.get("reason"),
+            "run": begun,
+            "curves": line["runs"][trained[0]],
+        }
+        if begun is not None:
+            summary |= {key: parts[begun].get(key) for key in ("status", "reason")}
+        summary["runs"] = parts
+        summary["settings"] = "+".join(str(parts[name].get("settings")) for name in trained)
+    summary |= {"arm": line["arm"], "seed": line["seed"]}
+    return RunSummary(line["arm"], line["seed"], folder / line["runs"][last], summary, dict(line["runs"]))
 
 
 def read_contents(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Return ``arms``, ``table`` and ``tuned`` of the experiment's last command; empty where its runs were started one
-    by one.
-
-    They are not read from ``.hydra``, which has no tuned values.
-    """
+    by one."""
     return read_json(Path(folder) / CONTENTS) or {}
 
 
@@ -292,31 +351,23 @@ def mapping(content: Any) -> Mapping[str, Any]:
     return content if isinstance(content, Mapping) else {}
 
 
-def yamls(run: RunSummary) -> dict[str, Path]:
-    """Return Hydra's configuration of a run; for a run of several parts, the files of the parts that trained."""
-    names = [part for part in mapping(run.summary.get("runs")) if Path(part).name == part]
-    files = {part: run.folder / part / ".hydra/config.yaml" for part in names or [""]}
-    return {part: file for part, file in files.items() if file.is_file()}
+def configs(run: RunSummary) -> dict[str, dict[str, Any]]:
+    """Return the configuration of a run; of several after one another, of those that train, by name."""
+    found = {name: noted(run.folder.parent / place) for name, place in run.parts.items()}
+    return {name: config for name, config in found.items() if "address" in config}
 
 
 def settings(run: RunSummary) -> dict[str, str]:
-    """Return the values that decide the training of a run, by key, as texts; empty where no yaml beside it has them.
+    """Return the values that decide the training of a run, without its seed, by key, as texts.
 
-    Its seed is left out, also in paths. Keys of several parts begin with the part's name.
+    Keys of several runs after one another begin with the name of the run.
     """
     if run.settings is not None:
         return run.settings
     values: dict[str, str] = {}
-    for part, file in yamls(run).items():
-        try:
-            config = flat(mapping(saved(file)))
-        except ConfigError:
-            config = {}
-        for key, value in config.items():
-            counts = decides(key) and key not in LOCAL and key.rpartition(".")[2] != "seed"
-            if counts or key in ("start_from", "start_fresh"):
-                text = value if isinstance(value, str) else json.dumps(value, default=str)
-                values[f"{part}: {key}" if part else key] = re.sub(rf"\bseed{run.seed}\b", "seed", text)
+    for part, config in configs(run).items():
+        for key, value in of_all_seeds(config).items():
+            values[f"{part}: {key}" if part else key] = value if isinstance(value, str) else json.dumps(value)
     return values
 
 

@@ -10,14 +10,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-from gsm.checkpoint import is_model
 from gsm.config.check import ConfigError, unknown
-from gsm.config.command_line import path_text
 from gsm.config.compose import quoted
-from gsm.config.load import checkpoint_folder
 from gsm.config.naming import label
 from gsm.experiments.entries import (
     NOT_FOR_ARMS,
@@ -30,12 +26,10 @@ from gsm.experiments.entries import (
     read_seeds,
 )
 from gsm.experiments.runs import Experiment, Run, Trial
-from gsm.experiments.table import RunSummary
+from gsm.experiments.table import TUNING, RunSummary
 from gsm.files import read_json
 from gsm.tables import filled
-from gsm.training import folder
 
-TUNING = ".tuning"  # in an experiment's folder; nothing that looks for runs looks there
 HELD_OUT = "data.held_out=tuning"  # the split that no table reports
 NOT_FOR_TUNING = {*NOT_FOR_ARMS, "runs", "start_from", "start_fresh", "data.held_out"}
 OPTIONS: dict[str, Any] = {"by": None, "seeds": 1, "run": None}  # entries beside keys, with defaults
@@ -155,9 +149,9 @@ class Tuning:
             for attempt in attempts:
                 cost = self.searches[attempt.arm].cost(attempt)
                 if cost == math.inf:
-                    print(f"{path_text(attempt.folder)} has diverged, which counts as the worst", flush=True)
+                    print(f"{attempt.config['label']} has diverged, which counts as the worst", flush=True)
                 elif cost is None:
-                    words = [line for run in attempt.runs.values() for line in errors.get(run.name, [])]
+                    words = [line for run in attempt.runs.values() for line in errors.get(run.label, [])]
                     failed[attempt.arm] = [*failed.get(attempt.arm, []), *words]
         self.attempts()  # the best values are known now
         for search in self.chosen:
@@ -170,7 +164,7 @@ class Tuning:
         """Return the experiment of the arms that need no values or have their best ones, as overrides. An arm that an
         earlier command has tuned is one of them."""
         for search in self.searches.values():
-            if search in self.chosen or search.folder.is_dir():
+            if search in self.chosen or (self.experiment.folder / TUNING).is_dir():
                 search.missing()
         best, arms = self._best(), self.experiment.arms
         values = {arm: lines(best[arm].values) if arm in best else () for arm in arms}
@@ -221,13 +215,11 @@ class Search:
 
     Attributes:
         space: the values that the arm tries, without the keys that it or the command line sets.
-        folder: of all attempts.
         choice: the best values; None until the search has ended.
     """
 
     def __init__(self, experiment: Experiment, arm: str, tune: Tune, space: Space) -> None:
         self.experiment, self.arm, self.tune, self.space = experiment, arm, tune, space
-        self.folder = experiment.folder / TUNING / arm
         self.choice: Choice | None = None
         self._costs: dict[Trial, float] = {}
 
@@ -251,8 +243,7 @@ class Search:
             if any(map(_diverged, attempt.runs.values())):
                 self._costs[attempt] = math.inf
             elif attempt.finished():
-                attempt.conclude()  # a command that was killed has not written it
-                self._costs[attempt] = _cost(attempt.folder, self.tune.by)
+                self._costs[attempt] = _cost(attempt.summary(), self.tune.by)
         return self._costs.get(attempt)
 
     def check(self) -> None:
@@ -262,18 +253,16 @@ class Search:
             raise ConfigError(
                 f"arm {self.arm}: tune must be null, as {config['data'].get('_target_')} has no data.held_out"
             )
-        start = config.get("start_from")
-        if start and not is_model(checkpoint_folder(start)):
-            raise ConfigError(f"arm {self.arm}: start_from must be trained before tuning, with arm=..., got {start}")
         self.grid()
 
     def _attempts(self, values: Values) -> list[Trial]:
         """Return the attempts with these values, one for each seed."""
         attempts = []
         for seed in self.tune.seeds:
-            place = self.folder / label(values) / f"seed{seed}"
             overrides = self.experiment.overrides(self.arm, seed, lines(values))
-            overrides += (HELD_OUT, "ngrams=false", "sample=false", f"folder={quoted(place)}")
+            words = "-".join([self.arm, *(label(key, value) for key, value in values.items()), f"seed{seed}"])
+            place = (f"logs={quoted(self.experiment.folder)}", f"name={TUNING}", f"label={words}")
+            overrides += (HELD_OUT, "ngrams=false", "sample=false", *place)
             with naming(f"arm {self.arm} with {', '.join(lines(values))}"):
                 attempts.append(self.experiment.build(self.arm, seed, overrides, self.tune.entries))
         return attempts
@@ -285,19 +274,17 @@ class Search:
 
 
 def _diverged(run: Run) -> bool:
-    """Return whether a run of this configuration has ended with a loss or a gradient that is not finite."""
+    """Return whether a run has ended with a loss or a gradient that is not finite."""
     summary = read_json(run.folder / "summary.json") or {}
-    failed = summary.get("status") == "failed" and str(summary.get("reason")).startswith(FloatingPointError.__name__)
-    return failed and run.config is not None and summary.get("identity") == folder.identity(run.config)
+    return summary.get("status") == "failed" and str(summary.get("reason")).startswith(FloatingPointError.__name__)
 
 
-def _cost(place: Path, by: Mapping[str, str]) -> float:
-    summary = RunSummary("", 0, place, read_json(place / "summary.json") or {})
+def _cost(summary: RunSummary, by: Mapping[str, str]) -> float:
     for column, way in by.items():
         value = summary.number(column)
         if value is not None:
             return math.inf if not math.isfinite(value) else -value if way == "highest" else value
-    raise ConfigError(f"tune.by must be a number of {place}/summary.json, got {' or '.join(by)}")
+    raise ConfigError(f"tune.by must be a number of {summary.folder}/summary.json, got {' or '.join(by)}")
 
 
 def combinations(space: Space) -> list[Values]:

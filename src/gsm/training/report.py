@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # TensorBoard's address: a colour for each arm rather than for each run, and curves as they are. It fits in a line of a
 # terminal, which takes all of it for one link.
 BOARD = "http://localhost:6006/?" + urlencode(
-    {"runColorGroup": r"regex:(.*)/seed\d*(.*)", "smoothing": 0}, safe=":/()*"
+    {"runColorGroup": r"regex:(.*)-seed\d+(.*)-\w+", "smoothing": 0}, safe=":/()*"
 )
 
 
@@ -55,7 +55,7 @@ def header(config: Mapping[str, Any], facts: Mapping[str, Any], trainer: Trainer
 
 def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, writes: bool) -> str:
     """Return the results and the next commands; ``writes``: the model has a tokenizer and can generate text."""
-    name = f"{facts['experiment']}/{facts['arm']}/seed{facts['seed']}"
+    name = f"{facts['experiment']}/{folder.name}"
     lines = ["", f"{name}: {_number(facts['tokens'], ',')} tokens in {clock(facts['train_seconds'] or 0.0)}", ""]
     lines += [*textwrap.wrap(facts["reason"] or "", SCREEN), *_table(facts), "", _resources(facts), ""]
     if facts["overlap"]:
@@ -67,12 +67,12 @@ def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, write
         lines += ["It writes (what it was given | what it made of it):", *sample.splitlines(), ""]
     lines += [
         "Next:",
-        "  " + typed("tensorboard", "--logdir", path_text(folder.parent.parent)),
+        "  " + typed("tensorboard", "--logdir", path_text(folder.parent)),
         "  # CUSTOM SCALARS is the overview; in TIME SERIES, a colour for each arm:",
         f"  # {BOARD}",  # a comment, as a shell would take the address apart
     ]
-    if len(list(folder.parent.parent.glob("*/*/summary.json"))) > 1:
-        lines += ["  " + command("compare", path_text(folder.parent.parent))]
+    if len(list(folder.parent.glob("*/summary.json"))) > 1:
+        lines += ["  " + command("compare", path_text(folder.parent))]
     if writes:
         lines += ["  " + command("generate", f"checkpoint={path_text(folder)}", "prompt=def ")]
         lines += ["  " + command("evaluate", f"checkpoint={path_text(folder)}")]

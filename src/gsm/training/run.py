@@ -22,12 +22,11 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from gsm.analysis import overlap
-from gsm.config.check import flat
-from gsm.config.command_line import again
-from gsm.config.decisive import LOCAL, decides
+from gsm.config.address import address, decisive, settings
+from gsm.config.command_line import again, path_text
 from gsm.config.handed import hand_on, handed_on
 from gsm.config.load import (
-    CheckpointError,
+    digest,
     instantiate,
     instantiate_data,
     instantiate_model,
@@ -40,7 +39,7 @@ from gsm.data.synthetic import UNSEEN, SyntheticData
 from gsm.errors import ConfigError
 from gsm.evaluation import ngrams
 from gsm.evaluation.questions import MEASURES
-from gsm.files import read_json
+from gsm.files import read_json, write_json
 from gsm.models.base import LanguageModel
 from gsm.signals import PARENT
 from gsm.training import report, weights
@@ -51,7 +50,7 @@ from gsm.training.callbacks.summary import Summary
 from gsm.training.callbacks.tensorboard import Hyperparameters
 from gsm.training.distributed import ranks
 from gsm.training.distributed.sharded import Sharded
-from gsm.training.folder import Start, identity, locked, make_room, moving_back, note, prepare
+from gsm.training.folder import Begin, begin, compared_with_last, finished, held, note
 from gsm.training.heap import keep_freed
 from gsm.training.module import LanguageModeling
 from gsm.training.optimizer import AdamW
@@ -79,59 +78,49 @@ class Parts:
 def train(config: Mapping[str, Any]) -> dict[str, Any]:
     """Train by a composed configuration (``gsm.config.compose.compose``) and return the content of ``summary.json``.
 
-    Leaves in ``config["folder"]``: ``checkpoints/`` with the last step and the best one, TensorBoard events,
-    ``metrics.csv`` and ``summary.json``.
+    The run lies in ``config["folder"]``, which its address has found: a finished one is left as it is, an unfinished
+    one goes on. In the folder are ``config.yaml``, ``checkpoints/`` with the last step and the best one, TensorBoard's
+    events, ``metrics.csv`` and ``summary.json``.
 
     Raises:
-        ConfigError: a part refuses its values; the run in the folder has another configuration, other data or another
-            number of sequences in a step; the checkpoint of ``start_from`` holds another model; or another process
-            trains in the same folder.
+        ConfigError: a part refuses its values, the data or weights of the run in the folder have changed, or the
+            checkpoint of ``start_from`` holds another model.
         FloatingPointError: the loss or its gradient is not finite.
         OSError: a file cannot be written; the error names it.
         SystemExit: a signal has interrupted the run; the code is 128 + the signal's number.
     """
     quiet()
     config = handed_on() or config
-    leads, folder = ranks.rank() == 0, Path(config["folder"])
+    leads = ranks.rank() == 0
     if leads:  # Lightning may have read another number from a RANK that is left in the environment
         rank_zero_only.rank = 0  # pyright: ignore[reportFunctionMemberAccess]
     meet(config)
-    compare_ranks(config)
-
-    optimizer = instantiate(config["optimizer"], "optimizer")
-    summary = Summary(folder / "summary.json")
-    trainer = build(config, summary)
-    data = functools.cache(lambda: open_data(config))
-
     with contextlib.ExitStack() as stack:
-
-        def decide() -> Start:
-            if leads:
-                stack.enter_context(locked(folder))
-            return prepare(config, leads, lambda: data().fingerprint())
-
-        start = ranks.agreed(decide)  # rank 0 alone inspects the folder: files may be removed at the same time
-        if start.finished:
-            if leads:
-                print(start.sentence, flush=True)
-            return read_json(folder / "summary.json") or {}
+        # Rank 0 alone looks for the run, and all train what it has composed.
+        config = ranks.agreed(lambda: stack.enter_context(held(config)) if leads else config)
+        folder = Path(config["folder"])
+        data = functools.cache(lambda: open_data(config))
+        if ranks.agreed(lambda: finished(config, lambda: data().fingerprint())):
+            return _found(config) if leads else {}
+        optimizer, summary = instantiate(config["optimizer"], "optimizer"), Summary(folder / "summary.json")
+        trainer = build(config, summary)
         model = build_model(config)  # before data are read: it may refuse its values
-        compare_ranks(config, data)
+        start = ranks.agreed(lambda: begin(config, data().fingerprint()))
         parts = assemble(config, start, data(), model, optimizer, trainer, summary)
-        ranks.agreed(lambda: _begin(parts, start, stack) if leads else None)  # an error ends all ranks
+        compare_ranks(parts)
+        ranks.agreed(lambda: _announce(parts, start) if leads else None)  # an error ends all ranks
         _fit(parts, start)
         return _conclude(parts) if leads else dict(summary.facts)
 
 
-def compare_ranks(config: Mapping[str, Any], data: Callable[[], DataModule] | None = None) -> None:
+def compare_ranks(parts: Parts) -> None:
     """Refuse connected ranks with another configuration or other data. Raises ConfigError, on all ranks."""
 
     def values() -> dict[str, Any]:
-        fingerprint = data().fingerprint() if data else {}
-        facts = {key: value for key, value in flat(config).items() if key not in LOCAL}
-        return facts | {f"the data's {key}": value for key, value in fingerprint.items()}
+        fingerprint = {f"the data's {key}": value for key, value in parts.data.fingerprint().items()}
+        return {**decisive(parts.config), "data.batch_size": parts.config["data"].get("batch_size"), **fingerprint}
 
-    ranks.compare(values, lambda key: (not decides(key), key))
+    ranks.compare(values)
 
 
 def build_model(config: Mapping[str, Any]) -> LanguageModel:
@@ -156,7 +145,7 @@ def open_data(config: Mapping[str, Any]) -> DataModule:
 
 def assemble(
     config: Mapping[str, Any],
-    start: Start,
+    start: Begin,
     data: DataModule,
     model: LanguageModel,
     optimizer: AdamW,
@@ -180,7 +169,7 @@ def assemble(
         notes={
             "tokenizer": data.tokenizer.to_state() if data.tokenizer else None,
             "fingerprint": dict(data.fingerprint()),
-            "started_from": weights.begins(config),
+            "started_from": digest(path),
             "first_sequence": data.first_sequence,
         },
         token_bytes_V=None if data.token_bytes_V is None else torch.from_numpy(data.token_bytes_V),
@@ -190,13 +179,12 @@ def assemble(
     size = model.parameter_report().total
     callbacks: list[lightning.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue] # undeclared
     callbacks.insert(callbacks.index(summary), Hyperparameters(config, size))
-    # Ranks that Lightning starts, here or on other nodes, are connected only now.
-    callbacks.append(LambdaCallback(setup=lambda trainer, task, stage: compare_ranks(config, lambda: data)))
     facts = {
         "experiment": config["name"],
         "arm": str(config["arm"]),
         "seed": config["seed"],
-        "identity": identity(config),
+        "address": address(config),
+        "settings": settings(config),
         "start_from": path,
         "model": config["choices"]["model"],
         "size": config["choices"]["size"],
@@ -210,43 +198,43 @@ def assemble(
     refuse_divided(trainer, task)
     if trainer.strategy.root_device.type == "cpu":
         keep_freed()
-    return Parts(config, data, model, task, trainer, summary)
+    parts = Parts(config, data, model, task, trainer, summary)
+    # Ranks that Lightning starts, here or on other nodes, are connected only now.
+    callbacks.append(LambdaCallback(setup=lambda trainer, task, stage: compare_ranks(parts)))
+    return parts
 
 
-def _begin(parts: Parts, start: Start, stack: contextlib.ExitStack) -> None:
-    """Let an earlier run make room, take the loggers back to the step of the start, note and print the new run.
-
-    So far nothing has refused its values. Where Lightning still does, closing ``stack`` moves the earlier run back.
-    """
-    config, folder = parts.config, Path(parts.config["folder"])
-    sentences = [start.sentence]
-    if config.get("start_from") and not start.checkpoint:
+def _announce(parts: Parts, start: Begin) -> None:
+    """Take the loggers back to the step of the start, note the configuration, and print the run."""
+    config, sentences = parts.config, []
+    if start.own:
+        sentences.append(f"Going on with the unfinished run in {path_text(config['folder'])}, step {start.step}.")
+    elif start.checkpoint:
+        sentences.append(f"Training on from {path_text(start.checkpoint)}, step {start.step}.")
+    elif config["start_from"]:
         sentences.append(weights.describe_start(config["start_from"]))
     if start.checkpoint and not parts.data.resumes:
         sentences.append("Its data start over, since they cannot go on where they were (see gsm.data.base).")
-    if start.moves:
-        moved = make_room(config)
-        stack.enter_context(moving_back(folder, moved))
-        sentences.insert(0, f"An earlier run in this folder was moved to {moved}{start.reason}.")
+    if not start.own:
+        sentences.append(compared_with_last(config))
     for logger in parts.trainer.loggers if start.checkpoint else ():
         if callable(rewind := getattr(logger, "rewind", None)):
             rewind(start.step)
-    note(folder, config)
+    note(config)
     sentence = " ".join(filter(None, sentences))
     print(report.header(config, parts.summary.facts, parts.trainer, parts.data, sentence), flush=True)
 
 
-def _fit(parts: Parts, start: Start) -> None:
+def _fit(parts: Parts, start: Begin) -> None:
     """Train and validate. The last step is validated and saved, too.
 
     Signals become exit codes with a sentence on the way to continue; Lightning's refusals become ConfigError.
     """
-    trainer, folder = parts.trainer, Path(parts.config["folder"]).resolve()
-    goes_on_here = start.checkpoint is not None and start.checkpoint.resolve().parent.parent == folder
+    trainer = parts.trainer
     for latest in find(trainer, Latest):
-        latest.saved = start.step if goes_on_here else None
+        latest.saved = start.step if start.own else None
     for state in find(trainer, ResumeState):
-        state.goes_on = goes_on_here
+        state.goes_on = start.own
     for interruption in find(trainer, Interruption) if trainer.is_global_zero else ():
         interruption.farewell = functools.partial(_farewell, parts)
 
@@ -258,7 +246,7 @@ def _fit(parts: Parts, start: Start) -> None:
         # Ranks that Lightning starts leave with this process, or they would look for a killed leader for half an hour.
         with env_override({PARENT: str(os.getpid()), **hand_on(parts.config)}):
             trainer.fit(parts.task, datamodule=parts.data, ckpt_path=start.checkpoint, weights_only=True)
-        if start.checkpoint and not goes_on_here and start.step >= trainer.max_steps:
+        if start.checkpoint and not start.own and start.step >= trainer.max_steps:
             # Lightning has skipped all hooks: there is no curve and no saved step yet.
             trainer.validate(parts.task, datamodule=parts.data, verbose=False)
             for latest in find(trainer, Latest):
@@ -272,8 +260,6 @@ def _fit(parts: Parts, start: Start) -> None:
         else:
             say_farewell()
         raise SystemExit(_exit_code(stop)) from stop
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; use {start.remedy}") from error
 
 
 def _exit_code(stop: SystemExit) -> int:
@@ -313,7 +299,7 @@ def _conclude(parts: Parts) -> dict[str, Any]:
     model = parts.model.to(trainer.strategy.root_device).eval()
     facts: dict[str, Any] = {**dict.fromkeys(MEASURES), "overlap": None}
     with torch.no_grad():
-        facts |= {"device": report.device(trainer), **_memory(parts), **_ngrams(parts)}
+        facts |= {"device": report.device(trainer), **_memory(parts), **_ngrams(data, config, trainer.global_step)}
         if data.context and overlap.selects_for_itself(model):
             sequences: Callable[[int], Any] = functools.partial(data.of_length, most=overlap.SEQUENCES)
             facts["overlap"] = overlap.measure(model, sequences, data.context)
@@ -333,6 +319,17 @@ def _conclude(parts: Parts) -> dict[str, Any]:
     return summary
 
 
+def _found(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the summary of a finished run, with the n-gram models that are asked for only now."""
+    folder = Path(config["folder"])
+    summary = read_json(folder / "summary.json") or {}
+    print(f"The run in {path_text(folder)} is finished already (remove the folder to train it again).", flush=True)
+    if config["ngrams"] and not summary.get("ngrams"):
+        summary |= _ngrams(open_data(config), config, summary["steps"])
+        write_json(folder / "summary.json", summary)
+    return summary
+
+
 def _memory(parts: Parts) -> dict[str, Any]:
     """Return the bytes of the memory after one context: the decoder's state, all but bookkeeping, and by kind."""
     tokens_BT = next(parts.data.validation())["tokens"][None].to(parts.trainer.strategy.root_device)
@@ -346,17 +343,14 @@ def _memory(parts: Parts) -> dict[str, Any]:
     }
 
 
-def _ngrams(parts: Parts) -> dict[str, float | None]:
-    """Return the bits per byte of n-gram models, counted on exactly the tokens that this run has consumed."""
-    data, steps = parts.data, parts.trainer.global_step
-    sequences = steps * parts.config["global_batch"]
-    few = parts.config["ngrams"] and data.tokenizer and sequences * data.context <= MOST_COUNTED
+def _ngrams(data: DataModule, config: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """Return the bits per byte of n-gram models, counted on exactly the tokens that a run has consumed."""
+    sequences = steps * config["global_batch"]
+    few = config["ngrams"] and data.tokenizer and sequences * data.context <= MOST_COUNTED
     consumed = data.consumed(sequences) if few else None
     if consumed is None or data.tokenizer is None or data.bytes_per_token is None:
-        return {f"{name}_bits_per_byte": None for name in NGRAMS}
+        return {"ngrams": config["ngrams"], **{f"{name}_bits_per_byte": None for name in NGRAMS}}
     trained, validation = list(consumed), list(data.validation())
     size = {"vocabulary": data.tokenizer.vocabulary, "bytes_per_token": data.bytes_per_token}
-    return {
-        f"{name}_bits_per_byte": ngrams.measure(trained, validation, order=order, **size)
-        for name, order in NGRAMS.items()
-    }
+    counted = {name: ngrams.measure(trained, validation, order=order, **size) for name, order in NGRAMS.items()}
+    return {"ngrams": True, **{f"{name}_bits_per_byte": bits for name, bits in counted.items()}}

@@ -4,7 +4,7 @@ It may differ in everything that changes no parameter: the length of sequences, 
 Its configuration has to say what the checkpoint fixes: the parameters, the tokenizer, the context that YaRN extends.
 
 With `start_fresh=false` it is a branch of that run: optimiser, number of steps, order of the data and random numbers go
-on (`gsm.training.folder`), and only settings of the run's end may differ.
+on (`gsm.training.folder.branched`), and only settings of the run's end may differ.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gsm.config.check import ConfigError, contrast, few, flat
-from gsm.config.load import CheckpointError, digest, load_weights, misfits, read_checkpoint, refusals, tokenizer_of
+from gsm.config.load import CheckpointError, load_weights, misfits, read_checkpoint, refusals, tokenizer_of
 from gsm.data.module import chosen_tokenizer
 from gsm.data.tokenizer import Tokenizer
 from gsm.models.base import LanguageModel
@@ -90,18 +90,6 @@ def first_sequence(config: Mapping[str, Any], checkpoint: Path | None) -> int:
 def describe_start(path: str) -> str:
     """Return the sentence that names the start of a run. Raises as `take` does."""
     return f"Starting from the weights of {path}, step {read_checkpoint(path, weights=False)['global_step']}."
-
-
-def begins(config: Mapping[str, Any]) -> str | None:
-    """Return the `digest` of the checkpoint that a run starts from, marked where the run is a branch. Raises as
-    `digest`."""
-    origin = digest(config.get("start_from"))
-    return f"{origin} and its optimiser" if origin and is_branch(config) else origin
-
-
-def is_branch(config: Mapping[str, Any]) -> bool:
-    """Return whether a run takes more than weights from where it starts: optimiser, steps, its place in the data."""
-    return bool(config.get("start_from")) and not config.get("start_fresh", True)
 
 
 def _context(checkpoint: Mapping[str, Any]) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import lightning
 import torch
 
 from gsm import __version__
-from gsm.files import write_json
+from gsm.files import read_json, write_json
 from gsm.provenance import commit, sources
 from gsm.training.callbacks import find
 from gsm.training.callbacks.throughput import Throughput, peak_memory_bytes
@@ -42,8 +43,9 @@ class Summary(lightning.Callback):
         self._found: dict[str, float | None] = dict.fromkeys(VALIDATION)
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Replace the file of an earlier part of this run, or of an earlier run."""
-        self.add(trainer, status="running", reason=None)
+        """Replace the file of an earlier part of this run; the time at which it began stays."""
+        began = (read_json(self.path) or {}).get("started") or datetime.now(UTC).isoformat(timespec="seconds")
+        self.add(trainer, status="running", reason=None, started=began)
 
     def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Write the measurements of training; conclusions come through ``add``, which writes the file once more."""
