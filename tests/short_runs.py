@@ -24,7 +24,7 @@ from gsm.config.load import instantiate
 from gsm.paths import ROOT
 from gsm.training import run
 from gsm.training.callbacks.summary import Summary
-from gsm.training.folder import Start
+from gsm.training.folder import Begin
 from gsm.training.module import LanguageModeling
 from gsm.training.run import Parts, build_model, open_data, train
 from gsm.training.trainer import build
@@ -47,12 +47,12 @@ BY_MODEL = "arm=${hydra:runtime.choices.model}"  # in a folder that is named aft
 UNSTEADY = {"train/tokens_per_second", "train/peak_memory_gib"}
 
 
-def assemble(config: dict[str, Any], start: Start | None = None) -> Parts:
+def assemble(config: dict[str, Any], start: Begin | None = None) -> Parts:
     """Build the parts of a run as `train` does, up to its first step."""
     model, optimizer = build_model(config), instantiate(config["optimizer"], "optimizer")
     summary = Summary(Path(config["folder"]) / "summary.json")
     trainer = build(config, summary)
-    return run.assemble(config, start or Start(), open_data(config), model, optimizer, trainer, summary)
+    return run.assemble(config, start or Begin(), open_data(config), model, optimizer, trainer, summary)
 
 
 def count_calls(until: int) -> Callable[[], bool]:
@@ -166,6 +166,12 @@ def _be_the_script(
 def arguments(home: Path, name: str, *more: str) -> list[str]:
     places = [f"data.path={home / 'text'}", f"data.cache_dir={home / 'cache'}", f"logs={home / 'logs'}"]
     return [*TINY, *places, f"name={name}", BY_MODEL, *more]
+
+
+def folder_of(experiment: Path, label: str = "gsm-seed0") -> Path:
+    """The folder of the only run with this label, without its address."""
+    (folder,) = (path for path in experiment.glob(f"{label}-*") if "-" not in path.name[len(label) + 1 :])
+    return folder
 
 
 def no_death() -> None:
