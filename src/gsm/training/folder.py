@@ -156,10 +156,8 @@ def refuse_others(config: Mapping[str, Any], facts: Mapping[str, Any], fingerpri
 def _trained_on(path: Path, config: Mapping[str, Any], fingerprint: Mapping[str, str | int]) -> int:
     """Return the number of the step of another run that a run trains on. Raises as `begin`."""
     facts = _read(path)
-    rule = config["address"]
-    rule = {**rule, "label": [*rule["label"], *rule["branch"]]}
-    there, here = ({**one, "address": rule} for one in (facts["hyper_parameters"]["config"], config))
-    if changes := differences(there, here) or unlike(facts["fingerprint"], fingerprint):
+    theirs, free = facts["hyper_parameters"]["config"], config["address"]["branch"]
+    if changes := differences(theirs, config, without=free) or unlike(facts["fingerprint"], fingerprint):
         raise ConfigError(f"start_fresh must be true for a run that differs from start_from in {few(changes)}")
     step, last = facts["global_step"], config["trainer"]["max_steps"]
     if step > last:
