@@ -88,7 +88,7 @@ def finished(config: Mapping[str, Any], fingerprint: Callable[[], Mapping[str, s
     if not is_finished(folder):
         return False
     there, here = flat(noted(folder)), flat(config)
-    if any(there.get(key) != here.get(key) for key in config["address"]["paths"]):
+    if any(there.get(key) != here.get(key) for key in config["address"]["paths"] if key in there):
         refuse_others(config, read_checkpoint(folder, weights=False), fingerprint())
     return True
 
