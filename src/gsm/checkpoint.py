@@ -110,7 +110,7 @@ def split(content: Mapping[str, Any]) -> tuple[Tensors, Tensors, dict[str, Any]]
     weights = dict(content["state_dict"])
     rest["tied"] = {HEAD, EMBEDDING} <= weights.keys() and _at(weights[HEAD]) == _at(weights[EMBEDDING])
     for kept in (weights, rest.get("current_model_state", {})) if rest["tied"] else ():
-        kept.pop(HEAD)
+        kept.pop(HEAD, None)
     return weights, others, {key: plain(value, key) for key, value in rest.items()}
 
 
