@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -384,25 +383,6 @@ def test_a_text_shorter_than_a_sequence_is_one_sentence(tmp_path: Path):
     data = {**composed()["data"], "path": str(tmp_path / "text"), "cache_dir": str(tmp_path), "context": 1_000_000}
     with pytest.raises(ConfigError, match="^data: "):
         fit.open_data({"data": data})
-
-
-def test_the_runs_of_an_experiment_say_sentences_too(monkeypatch: pytest.MonkeyPatch):
-    """They inherited HYDRA_FULL_ERROR, which the parent sets for itself, and took it for the user's."""
-    for name in ("HYDRA_FULL_ERROR", command_line.OURS):
-        monkeypatch.delenv(name, raising=False)
-    hooks: Callable[[], Any] = lambda: sys.excepthook  # noqa: E731
-    monkeypatch.setattr("threading.excepthook", None)
-    monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
-    for number, wanted in enumerate([True, True]):  # the parent, and a child, which inherits its environment
-        monkeypatch.setattr(sys, "excepthook", None)
-        command_line.prepare()
-        assert (getattr(hooks(), "func", None) is command_line._say) is wanted, number
-    monkeypatch.setattr(sys, "excepthook", None)
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    monkeypatch.delenv(command_line.OURS)
-    command_line.prepare()
-    assert hooks() is None, "the user wants tracebacks"
-    assert os.environ["HYDRA_FULL_ERROR"] == "1"
 
 
 def test_a_save_that_takes_long_is_not_repeated_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

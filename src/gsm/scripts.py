@@ -58,10 +58,7 @@ def train() -> None:
         return
     with command_line.errors_as_sentences():
         launcher.check_available(sys.argv[1:])
-    try:
-        hydra.main(version_base="1.3", config_path=str(paths.configs()), config_name="train")(run)()
-    except command_line.JobFailed:
-        raise SystemExit(1) from None
+    hydra.main(version_base="1.3", config_path=str(paths.configs()), config_name="train")(run)()
 
 
 def evaluate() -> None:
