@@ -63,7 +63,7 @@ def test_a_size_that_is_not_the_checkpoint_s_is_refused(tmp_path: Path):
     ("entry", "said"),
     [
         (3, r"models\[0\]=3 is not allowed, because it is no entry"),
-        ("gms", "model=gms is not allowed because model has no such variant. Use model= with one of baseline"),
+        ("gms", "model/gms"),
         ({"nam": "gsm"}, r"unknown key 'models\[0\].nam'; did you mean name"),
         ({"overrides": []}, r"models\[0\].* is not allowed, because a value is of a wrong type"),
         ({"name": "a b"}, "because a value is of a wrong type"),

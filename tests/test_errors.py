@@ -20,7 +20,7 @@ OURS = {  # commands, and the key in the one line that each prints
     "train.py start_from=nowhere": "nowhere",
     "train.py seeds=2 seed=x": "seed",
     "train.py arms={a:['model.state_size=x']} seeds=1": "model.state_size",
-    "benchmark.py +benchmark.modls=1": "benchmark.modls",
+    "benchmark.py +benchmark.modls=1": "modls",
     "evaluate.py chekpoint=nano": "checkpoint",
     "evaluate.py checkpoint=nowhere": "nowhere",
     "evaluate.py checkpoint=nano lengths=256,many": "lengths",

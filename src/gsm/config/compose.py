@@ -244,7 +244,8 @@ def _gap(word: str, size: Mapping[str, Any], model: Mapping[str, Any]) -> int:
     """Return the positions back that only a bank reaches beyond. Raises ConfigError for an unknown word."""
     if word not in REACHES:
         raise ConfigError(f"data.task.gap is '{word}', but takes a number of tokens, or one of {', '.join(REACHES)}")
-    entries = model.get("state_size") or size["window"] + size["top_k"]
+    chosen = model.get("state_size")
+    entries = chosen if chosen and isinstance(chosen, int) else size["window"] + size["top_k"]  # as with `width` below
     window = (model.get("state_reader") or {}).get("window", 1)  # of each layer of GSM's decoder, beside the state
     width = (model.get("encoder_layer") or {}).get("feed_forward_convolution", 1)
     convolved = width - 1 if isinstance(width, int) else 0  # `check` refuses all others
