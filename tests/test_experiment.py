@@ -187,7 +187,7 @@ def test_what_cannot_be_an_experiment_is_refused(given: dict[str, Any], words: s
 
 def test_a_misspelt_arm_fails_before_anything_trains_even_one_that_is_not_picked(tmp_path: Path):
     text = TOY.replace("model.state_size=9", "model.stat_size=9")
-    with pytest.raises(ConfigError, match="^arm plain: unknown key 'model.stat_size'; did you mean state_size"):
+    with pytest.raises(ConfigError, match="^arm plain: .*model.stat_size"):
         train_all(composed(tmp_path, "arm=mhc", text=text))
     assert not (tmp_path / "logs").exists()
 

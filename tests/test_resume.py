@@ -37,7 +37,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_checkpoint_alone(home: Path,
     assert child.exitcode == 1, said
     sentence = said[said.index("error: ") :]
     full = folder / "checkpoints/step_00000006/model.safetensors"
-    assert sentence.startswith(f"error: {full} cannot be written: File too large; free")
+    assert sentence.startswith(f"error: {full}: File too large")
     assert "Traceback" not in said and sentence.count("\n") == 1
     assert read_checkpoint(folder)["global_step"] == 3
     assert not list(folder.rglob("*.partial")), "what was half written takes room"
@@ -61,7 +61,7 @@ def test_a_file_that_cannot_be_written_is_named_and_what_was_there_stays(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(files.os, "fsync", refuses)
-    with pytest.raises(SystemExit, match=f"^error: {path} cannot be written: {os.strerror(code)}; "):
+    with pytest.raises(SystemExit, match=f"^error: {path}: {os.strerror(code)}$"):
         with command_line.errors_as_sentences():
             write_json(path, {"status": "failed"})
     assert json.loads(path.read_text()) == {"status": "finished"}
@@ -75,7 +75,7 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(home: Path, processes: Any
     done = typed(processes, home, "train.py", *given)
     assert done.returncode == 1
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
-    assert str(home / "taken") in done.stderr and "logs=" in done.stderr
+    assert str(home / "taken") in done.stderr
 
 
 def begun(home: Path, folder: Path) -> Begin:
