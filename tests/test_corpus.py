@@ -181,7 +181,7 @@ def test_a_path_that_begins_with_a_tilde_is_in_the_home(tmp_path: Path, monkeypa
     assert composed["data"]["path"] == f"{home}/texts" and composed["folder"].startswith(f"{home}/default/")
     assert Corpus("~/texts").digest == Corpus(home / "texts").digest
     assert checkpoint_folder("~/run").is_relative_to(home) and cache_folder("~/cache") == home / "cache"
-    with pytest.raises(FileNotFoundError, match="me/tokenizer.json is not allowed because there is no such file"):
+    with pytest.raises(FileNotFoundError, match="tokenizer.*me/tokenizer.json"):
         Tokenizer.from_file("~/tokenizer.json")
     called: list[str] = []
     call(lambda *folders, prompt="", output="": called.extend([*folders, prompt, output]), "a", ["~/x", "prompt=~/y"])
