@@ -64,6 +64,8 @@ class TextData(DataModule):
         FileNotFoundError: there is nothing at `path`, or at `tokenizer`.
     """
 
+    resumes = True
+
     def __init__(
         self,
         *,
