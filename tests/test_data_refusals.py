@@ -171,7 +171,6 @@ FILES: list[tuple[str, bytes, str]] = [  # in a folder with a sound text
     ("a.txt", "\ufeffПривет".encode("utf-16-le"), "a.txt is UTF-16; convert it with iconv -f UTF-16 -t UTF-8"),
     ("a.jsonl", "\ufeffПривет".encode("utf-16-be"), "a.jsonl is UTF-16"),
     ("a.txt.gz", "\ufeffПривет".encode("utf-16-le"), "a.txt.gz is UTF-16"),
-    ("a.jsonl", json_lines(["a", "a"]), "path must have 2"),
     ("a.jsonl", json_lines(["fine"]) + b"not json", "a.jsonl, line 2, is not JSON"),
     ("a.jsonl", json_lines(["fine"]) + b"[" * 200_000, "a.jsonl, line 2, is not JSON"),
     ("a.jsonl", json_lines(["fine"]) + b'{"body": "x"}', "line 2, has no field 'text' but fields body; set"),
@@ -197,7 +196,7 @@ def test_a_choice_of_files_that_leaves_nothing_is_refused(tmp_path: Path) -> Non
     for options, words in (
         ({"validation": "nothing*"}, "data.validation fits no file: data.validation is ['nothing*']"),
         ({"validation": "*"}, "nothing is left to train on"),
-        ({"files": "nothing*"}, "holds 0 files with text that fit nothing*"),
+        ({"files": "nothing*"}, "path must hold text that fits nothing*"),
     ):
         with pytest.raises(ValueError) as refusal:
             _ = Corpus(tmp_path, **options).files

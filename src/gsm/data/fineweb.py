@@ -57,8 +57,8 @@ def text_data(
 class FineWeb(Corpus):
     """The parquet files of a data set. On the hub, `files` has their addresses with the commit.
 
-    The last of their names is held out, unless they say train, validation or test (see `Corpus`). Of a single file,
-    documents are held out by their hash.
+    The last of their names is held out, or those that `validation` names. Of a single file, documents are held out by
+    their hash. So validation reads one file and not all.
 
     Args:
         root: a folder of parquet files (or one); None: the hub.
@@ -86,7 +86,9 @@ class FineWeb(Corpus):
         self.repository, self.subset, self.revision, self.remote = repository, subset, revision, root is None
         super().__init__(os.curdir if root is None else root, name="fineweb", suffixes=(".parquet",), **settings)
 
-    def _hold_out(self, names: list[str]) -> dict[str, list[str]]:
+    def _by_default(self, names: list[str]) -> dict[str, list[str]]:
+        if len(names) == 1:
+            return super()._by_default(names)
         return {"train": names[:-1], "validation": names[-1:]}
 
     @cached_property
