@@ -85,7 +85,6 @@ VALUES: list[tuple[Callable[[], object], str]] = [
     (lambda: examples(lengths=[360, 200]), "length=200 is not allowed because a sample of niah_single_1"),
     (lambda: examples(lengths=[700]), "lengths must be at most context=640"),
     (lambda: examples(answers="long"), "answers=long is not allowed"),
-    (lambda: examples(answers="cot", tasks=["niah_single_1", "vt", "fwe"]), "answers must be direct for vt, fwe"),
     (lambda: examples(tasks=["niah"]), "niah_single_1"),
     (lambda: examples(examples=0), "examples=0"),
     (lambda: examples(held_out="tunin"), "held_out=tunin "),
