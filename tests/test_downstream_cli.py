@@ -69,7 +69,8 @@ def test_scores_are_the_models_own(place: Path):
     model, context = load_model(folder), b"The tides are pulled by"
     for loglikelihood, choice in zip(found, (b" a star", b" the old moon", b" rain"), strict=True):
         ids = torch.tensor([list(context + choice)])[:, -33:]  # it reads as many tokens as in training, 32
-        logprob_TV = model(ids).logits[0].log_softmax(-1)[-len(choice) - 1 : -1]
+        with torch.no_grad():
+            logprob_TV = model(ids).logits[0].log_softmax(-1)[-len(choice) - 1 : -1]
         want = float(logprob_TV.gather(1, ids[0, -len(choice) :, None]).sum())
         assert loglikelihood == pytest.approx(want, abs=1e-4)
 

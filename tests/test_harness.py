@@ -250,6 +250,44 @@ def test_a_limit_takes_the_first_documents_of_each_subtask(tmp_path: Path):
     assert [(one["subtask"], one["document"]) for one in found["samples"]] == [("causative", 0), ("passive_1", 0)]
 
 
+def test_any_other_task_of_the_harness_is_scored_by_its_own_call():
+    rows = [{"question": "def add(", "answer": "self"}, {"question": "import ", "answer": "os"}]
+    documents = {"test": harness.datasets.Dataset.from_list(rows)}
+    common = {"custom_dataset": lambda **_: documents, "test_split": "test", "doc_to_text": "{{question}}"}
+    writes = {"task": "writes", "output_type": "generate_until", "doc_to_target": "{{answer}}"}
+    writes |= {"metric_list": [{"metric": "exact_match"}], "generation_kwargs": {"until": ["\n"], "max_gen_toks": 4}}
+    rolls = {"task": "rolls", "output_type": "loglikelihood_rolling", "doc_to_target": "{{question}}"}
+    rolls |= {"metric_list": [{"metric": "byte_perplexity"}]}
+    lm = harness.LM(gsm.load_model("nano"), load_tokenizer("nano"), max_length=256)
+    given = [{**common, **writes}, {**common, **rolls}]
+    none = harness.TaskManager(include_defaults=False)
+    found = lm_eval.simple_evaluate(model=lm, tasks=given, task_manager=none, bootstrap_iters=0)
+    assert 0 <= found["results"]["writes"]["exact_match,none"] <= 1
+    asked = requests(*((row["question"], writes["generation_kwargs"]) for row in rows))
+    assert [document["resps"][0][0] for document in found["samples"]["writes"]] == lm.generate_until(asked)
+    nats = sum(lm.loglikelihood_rolling(requests(*((row["question"],) for row in rows))))
+    number = sum(len(row["question"]) for row in rows)
+    assert found["results"]["rolls"]["byte_perplexity,none"] == pytest.approx(math.exp(-nats / number))
+
+
+@pytest.mark.parametrize(
+    ("task", "kind"),
+    [
+        ({"output_type": "loglikelihood_rolling", "metric_list": [{"metric": "word_perplexity"}]}, "word_perplexity"),
+        ({"output_type": "generate_until", "metric_list": [{"metric": "acc"}]}, "acc by log-likelihoods"),
+    ],
+)
+def test_a_task_that_our_table_cannot_hold_is_refused(
+    task: dict[str, Any], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    documents = {"test": harness.datasets.Dataset.from_list([{"a": "b"}])}
+    common = {"task": "piqa", "custom_dataset": lambda **_: documents, "test_split": "test"}
+    common |= {"doc_to_text": "{{a}}", "doc_to_target": "{{a}}"}
+    monkeypatch.setattr(harness, "_local", lambda *_: {**common, **task})
+    with pytest.raises(ConfigError, match=f"^tasks must .*{kind}"):
+        harness.build(tasks.load("piqa"), str(tiny_tasks.write(tmp_path / "data")))
+
+
 def test_samples_that_do_not_fit_are_counted(tmp_path: Path):
     found = score("hellaswag", tiny_tasks.write(tmp_path / "data"), max_length=32)
     assert [one["cut"] for one in found["samples"]] == [True, False] and found["scores"]["cut"] == 1
