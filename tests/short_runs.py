@@ -7,7 +7,7 @@ import runpy
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -94,22 +94,6 @@ def started(processes: Any, given: list[str], log: Path, death: Callable[[], Non
 def composed(given: tuple[str, ...]) -> dict[str, Any]:
     """Once for all runs that are given the same."""
     return compose(given)
-
-
-def composed_in(
-    place: Path, make: Callable[[tuple[str, ...]], dict[str, Any]] = composed
-) -> Callable[[Iterable[str]], dict[str, Any]]:
-    """Return ``compose``, whose results tests share that differ only in the folder ``place``; ``make`` keeps them."""
-    stand_in = "/place/of/a/test"
-
-    def moved(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {key: moved(value) for key, value in node.items()}
-        if isinstance(node, list):
-            return [moved(value) for value in node]
-        return node.replace(stand_in, str(place)) if isinstance(node, str) else node
-
-    return lambda given: moved(make(tuple(word.replace(str(place), stand_in) for word in given)))
 
 
 def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from short_runs import composed_in, folder_of, without_pictures
+from short_runs import folder_of, without_pictures
 from stored import store
 
 from gsm.config.check import ConfigError
@@ -70,20 +69,13 @@ def configs(folder: Path, text: str = TOY) -> Path:
     return folder / "configs"
 
 
-@cache
-def of_text(text: str, given: tuple[str, ...]) -> dict[str, Any]:
-    """Return a configuration of this yaml, which lies where GSM_CONFIGS says."""
-    return compose(given)
-
-
 def composed(folder: Path, *given: str, text: str = TOY) -> Experiment:
     """Return the experiment as the command line makes it; every configuration takes half a second."""
     directory = configs(folder, text)
     overrides = ["experiment=toy", f"logs={folder / 'logs'}", *given]
     with pytest.MonkeyPatch.context() as patch:  # as --config-dir is noted
         patch.setenv("GSM_CONFIGS", str(directory))
-        patch.setattr(planned, "compose", composed_in(folder, partial(of_text, text)))
-        experiment = Experiment(planned.compose(overrides), overrides)
+        experiment = Experiment(compose(overrides), overrides)
         experiment.trials()
     return experiment
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny_text
 import torch
-from short_runs import BY_MODEL, BYTES, TINY, assemble
+from short_runs import BY_MODEL, BYTES, TINY, assemble, folder_of
 
 from gsm import checkpoint
 from gsm.config.check import ConfigError
@@ -19,7 +19,6 @@ from gsm.config.compose import compose
 from gsm.config.load import CheckpointError, instantiate, instantiate_model, load_tokenizer
 from gsm.config.stored import checkpoint_folder, digest
 from gsm.data.tokenizer import Tokenizer
-from gsm.training.folder import finished
 from gsm.training.module import LanguageModeling
 from gsm.training.run import open_data, train
 from gsm.training.weights import take
@@ -41,7 +40,7 @@ def given(home: Path, *more: str) -> list[str]:
 
 
 def first(home: Path) -> str:
-    return str(home / "logs/first/gsm/seed0")
+    return str(folder_of(home / "logs/first"))
 
 
 def composed(home: Path, *more: str) -> dict[str, Any]:
@@ -104,7 +103,7 @@ def test_the_checkpoint_s_own_tokenizer_is_taken(home: Path, learned: str):
     ]
     train(compose(given(home, *words)))
     (home / "one.json").unlink()
-    start = f"start_from={home / 'logs' / learned / 'gsm/seed0'}"
+    start = f"start_from={folder_of(home / 'logs' / learned)}"
     words = [f"data.tokenizer={'bpe' if learned == 'bpe' else home / 'two.json'}", start, "data.files=[module_1*.py]"]
     data = open_data(compose(given(home, *words)))
     assert (
@@ -161,9 +160,9 @@ def test_later_phases_read_on_behind_the_sequences_of_earlier_ones(
     start, name = "start_fresh=true", f"phases_{data.__name__}"
     for phase in range(3):
         train(compose(data(home, f"name={name}", f"arm=phase{phase}", "trainer.max_steps=2", start)))
-        start = f"start_from={home}/logs/{name}/phase{phase}/seed0"
+        start = f"start_from={home}/logs/{name}/phase{phase}-seed0"
     assert len(read) == len(set(read)) == 3 * 2 * 8
-    branch = [f"name={name}", "arm=branch", f"start_from={home}/logs/{name}/phase1/seed0", "start_fresh=false"]
+    branch = [f"name={name}", "arm=branch", f"start_from={home}/logs/{name}/phase1-seed0", "start_fresh=false"]
     train(compose(data(home, *branch, "trainer.max_steps=4")))
     assert read[48:] == read[32:48], "the steps of phase 1 go on as those of phase 2 did"
 
@@ -179,15 +178,17 @@ def test_other_sequences_are_read_from_the_first(home: Path, more: list[str], pl
     assert consumed == [data.train_set[int(index)]["tokens"].tolist() for index in data.order.indices(place, place + 2)]
 
 
-def test_a_run_is_finished_only_with_the_weights_that_it_started_from(home: Path, tmp_path: Path):
-    """By their content: a checkpoint that was moved is the same, one that was trained anew is not."""
-    config = composed(home, "name=third")
-    train(config)
-    shutil.copytree(first(home), tmp_path / "moved")
-    assert finished(config) and finished({**config, "start_from": str(tmp_path / "moved")})
+def test_the_run_that_weights_come_from_is_a_part_of_what_a_run_is(home: Path):
+    """Its path is none: by the folder, by its step, or without its address it is the same run."""
+    one = composed(home, "name=third")
+    step = checkpoint.newest(Path(first(home)))
+    for path in (str(step), first(home).rpartition("-")[0]):
+        assert (
+            compose(given(home, f"start_from={path}", "trainer.max_steps=1", "name=third"))["folder"] == one["folder"]
+        )
     train(compose(given(home, "name=another", "trainer.max_steps=1", "seed=1")))
-    assert not finished({**config, "start_from": str(home / "logs/another/gsm/seed1")})
-    assert not finished({**config, "start_from": None})
+    for other in (f"start_from={home}/logs/another/gsm-seed1", "start_from=null"):
+        assert compose(given(home, other, "trainer.max_steps=1", "name=third"))["folder"] != one["folder"]
 
 
 def test_what_is_no_checkpoint_is_said(tmp_path: Path):

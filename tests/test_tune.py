@@ -8,22 +8,22 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_text
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from short_runs import BY_MODEL, TINY, composed, composed_in, without_pictures
+from short_runs import BY_MODEL, TINY, composed, folder_of, without_pictures
 from test_experiment import TOY
 from test_experiment import composed as of_yaml
 from test_runs import InThisProcess, pretend
 
+from gsm.config.address import placed
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.stored import read_checkpoint
-from gsm.evaluation import checkpoints
 from gsm.experiments import execute as experiments
 from gsm.experiments import runs as planned
 from gsm.experiments.compare import compare
@@ -32,7 +32,6 @@ from gsm.experiments.runs import Experiment, Run
 from gsm.experiments.tune import Choice, Tuning, choose, combinations, read_tune
 from gsm.files import write_json
 from gsm.paths import ROOT
-from gsm.training.folder import identity
 from gsm.training.run import train
 
 RATE = "optimizer.learning_rate"
@@ -59,44 +58,44 @@ def test_words_and_single_values_have_no_edge(values: list[Any]):
 class Pretends(InThisProcess):
     """Leaves the files of a run, whose loss is the distance of its rate from the best."""
 
-    compose: Any = staticmethod(lambda given: composed(tuple(given)))
     started: list[str] = []
     fails: set[str] = set()  # parts of names
     diverges: set[str] = set()
     signals: set[str] = set()
 
     def run(self, run: Run) -> int:
-        self.started.append(run.name)
-        if any(part in run.name for part in self.fails):
+        self.started.append(run.label)
+        if any(part in run.label for part in self.fails):
             run.folder.mkdir(parents=True, exist_ok=True)
             run.log.write_text("its last words")
             return 3
-        config, place = self.compose(run.command), run.folder
-        if any(part in run.name for part in self.diverges):
-            facts = {"status": "failed", "reason": "FloatingPointError: the loss is nan", "identity": identity(config)}
-            write_json(place / "summary.json", facts)
+        if any(part in run.label for part in self.diverges):
+            facts = {"status": "failed", "reason": "FloatingPointError: the loss is nan"}
+            write_json(run.folder / "summary.json", facts)
             return 1
-        leave(config, place)
+        assert run.config
+        leave(dict(run.config), run.folder)
         return 0
 
 
 def leave(config: dict[str, Any], place: Path) -> None:
     pretend(config)
     loss = abs(math.log(config["optimizer"]["learning_rate"] / BEST.get(config["arm"], 2e-3)))
-    facts = {"status": "finished", "val_loss": 1 + loss, "steps": 1, "accuracy": 1 - loss / 10}
-    write_json(place / "summary.json", {**facts, "data": {"held_out": config["data"]["held_out"]}})
+    facts = {"val_loss": 1 + loss, "steps": 1, "accuracy": 1 - loss / 10}
+    summary = json.loads((place / "summary.json").read_text())
+    write_json(place / "summary.json", {**summary, **facts, "data": {"held_out": config["data"]["held_out"]}})
 
 
-def quick(given: Sequence[str]) -> dict[str, Any]:
+def quick(given: Sequence[str], digest: str | None = None) -> dict[str, Any]:
     """Return a configuration without composing it, which takes a third of a second; only values can differ."""
     config = copy.deepcopy(composed((*TINY, "data.path=.")))
     for line in given:
         read = OverridesParser.create().parse_override(line)
         *above, last = read.key_or_group.split(".")
         functools.reduce(lambda node, key: node[key], above, config)[last] = read.value()
-    if not any(line.startswith("folder=") for line in given):
-        config["folder"] = "{logs}/{name}/{arm}/seed{seed}".format(**config)
-    return config
+    if not any(line.startswith("label=") for line in given):
+        config["label"] = "{arm}-seed{seed}".format(**config)
+    return placed(config | {"folder": "{logs}/{name}/{label}".format(**config)})
 
 
 @pytest.fixture
@@ -105,7 +104,6 @@ def asked(
 ) -> Callable[..., Experiment]:
     """The same, composed in no time."""
     monkeypatch.setattr(planned, "compose", quick)
-    monkeypatch.setattr(Pretends, "compose", staticmethod(quick))
 
     def make(*given: str) -> Experiment:
         usual = [] if any(word.startswith(("tune", "arms")) for word in given) else [TUNE, ARMS]
@@ -124,20 +122,18 @@ def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Exper
     monkeypatch.setattr(experiments, "Child", Pretends)
     without_pictures(monkeypatch)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(planned, "compose", composed_in(tmp_path))
-    monkeypatch.setattr(Pretends, "compose", staticmethod(composed_in(tmp_path)))
     (tmp_path / "text").mkdir()
     places = [f"data.path={tiny_text.write(tmp_path / 'text')}", f"data.cache_dir={tmp_path / 'cache'}"]
 
     def make(*given: str) -> Experiment:
         overrides = [*TINY, *places, f"logs={tmp_path / 'logs'}", "name=toy", *given]
-        return Experiment(composed_in(tmp_path)(overrides), overrides)
+        return Experiment(compose(overrides), overrides)
 
     return make
 
 
 def attempt(arm: str, rate: str, seed: int = 0) -> str:
-    return f".tuning/{arm}/optimizer.learning_rate_{rate}/seed{seed}"
+    return f"{arm}-optimizer.learning_rate_{rate}-seed{seed}"
 
 
 FIRST = [attempt(arm, rate) for arm in ("low", "high") for rate in ("0.001", "0.002", "0.004")]
@@ -152,12 +148,13 @@ def test_each_arm_takes_its_best_on_a_part_of_the_training_data_and_trains_all_s
 ):
     """The table names the value and marks the edge; a changed table trains nothing, a further seed only itself."""
     table = train_all(made := asked("seeds=2", "table=[val_loss]"))
-    finals = [f"{arm}/seed{seed}" for seed in (0, 1) for arm in ("low", "high")]
+    finals = [f"{arm}-seed{seed}" for seed in (0, 1) for arm in ("low", "high")]
     assert Pretends.started == [*FIRST, *finals] and rates(asked("seeds=2")) == BEST
-    for name in Pretends.started:
-        config = read_checkpoint(made.folder / name)["hyper_parameters"]["config"]
-        assert config["data"]["held_out"] == ("tuning" if name.startswith(".tuning") else "validation")
-        assert config["seed"] == int(name[-1])
+    for label in Pretends.started:
+        tries = RATE in label
+        config = read_checkpoint(made.folder / ("tuning" if tries else "") / label)["hyper_parameters"]["config"]
+        assert config["data"]["held_out"] == ("tuning" if tries else "validation")
+        assert config["seed"] == int(label[-1])
     assert table.tuned == {"low": {RATE: "0.001 (edge)"}, "high": {RATE: "0.002"}}
     assert table.text().splitlines()[:2] == [
         "arm   runs  optimizer.learning_rate          val_loss",
@@ -175,51 +172,48 @@ def test_each_arm_takes_its_best_on_a_part_of_the_training_data_and_trains_all_s
     assert compare(str(made.folder)).tuned == table.tuned
     contents = json.loads((made.folder / "experiment.json").read_text())
     assert contents["arms"]["high"] == [f"{RATE}=0.002"], "so that charts know in what arms differ"
-    assert {run.folder.parent.name for run in table.runs} == {"low", "high"}, "no table sees an attempt"
-    assert all(".tuning" not in str(path) for path in checkpoints.checkpoints(str(made.folder)))
+    assert {run.folder.name[:-9] for run in table.runs} == {*finals}, "no table sees an attempt"
     del Pretends.started[:]
     train_all(asked("seeds=2", "table=[steps, val_loss]"))
     train_all(asked("seeds=[0,5]"))
-    assert Pretends.started == ["low/seed5", "high/seed5"]
+    assert Pretends.started == ["low-seed5", "high-seed5"]
 
 
-@pytest.mark.xfail(strict=True, reason="one description per fact")
-def test_yaml_edited_while_running(asked: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch):
-    """What follows a tuning is composed when the best values are known, perhaps from a yaml that was edited since."""
+def test_yaml_edited_while_running(real: Callable[..., Experiment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What follows a tuning is composed when the best values are known, from the yamls as they were at the start."""
+    mine = tmp_path / "configs/experiment/mine.yaml"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("# @package _global_\noptimizer: {weight_decay: 0.1}\n")
+    monkeypatch.setenv("GSM_CONFIGS", str(tmp_path / "configs"))
     decays: list[float] = []
-
-    def edited(given: Sequence[str]) -> dict[str, Any]:
-        config = quick(given)
-        config["optimizer"]["weight_decay"] += 0.8 if Pretends.started else 0
-        return config
 
     def run(self: Pretends, run: Run, whole: Callable[..., int] = Pretends.run) -> int:
         assert run.config
         decays.append(run.config["optimizer"]["weight_decay"])
+        mine.write_text(mine.read_text().replace("0.1", "0.9"))
         return whole(self, run)
 
-    monkeypatch.setattr(planned, "compose", edited)
     monkeypatch.setattr(Pretends, "run", run)
-    train_all(asked("seeds=1"))
-    assert len(decays) == len(FIRST) + 2 and len(set(decays)) == 1
+    train_all(real("experiment=mine", TUNE, ARMS, "seeds=1"))
+    assert decays == [0.1] * (len(FIRST) + 2)
 
 
 def test_one_arm_alone_is_tuned_alone_and_two_runs_at_a_time_are_the_same_runs(asked: Callable[..., Experiment]):
     table = train_all(asked("seeds=1", "arm=high"))
-    assert Pretends.started == [*FIRST[3:], "high/seed0"]
+    assert Pretends.started == [*FIRST[3:], "high-seed0"]
     assert [run.arm for run in table.runs] == ["high"]
     del Pretends.started[:]
     assert {run.arm for run in train_all(asked("seeds=1", "jobs=2")).runs} == {"low", "high"}
-    assert sorted(Pretends.started) == sorted([*FIRST[:3], "low/seed0"])
+    assert sorted(Pretends.started) == sorted([*FIRST[:3], "low-seed0"])
 
 
 def test_an_attempt_that_diverges_is_the_worst_and_is_not_tried_again(
     asked: Callable[..., Experiment], capsys: pytest.CaptureFixture[str]
 ):
-    Pretends.diverges |= {attempt("high", "0.002"), ".tuning/low"}
+    Pretends.diverges |= {attempt("high", "0.002"), "low-optimizer"}
     with pytest.raises(SystemExit) as stopped:
         train_all(asked("seeds=1"))
-    assert stopped.value.code == 1 and Pretends.started[6:] == ["high/seed0"]
+    assert stopped.value.code == 1 and Pretends.started[6:] == ["high-seed0"]
     printed = " ".join(capsys.readouterr().out.split())
     assert f"{FIRST[4]} has diverged, which counts as the worst" in printed
     assert f"high {RATE}=0.002" in printed[printed.index("diverged, and counted as the worst: ") :]
@@ -235,7 +229,7 @@ def test_an_attempt_that_diverges_is_the_worst_and_is_not_tried_again(
 def test_an_experiment_ends_without_a_table_where_all_attempts_of_all_arms_diverge(
     asked: Callable[..., Experiment], capsys: pytest.CaptureFixture[str]
 ):
-    Pretends.diverges |= {".tuning"}
+    Pretends.diverges |= {"-optimizer"}
     with pytest.raises(SystemExit) as stopped:
         train_all(asked("seeds=1"))
     assert stopped.value.code == 1 and Pretends.started == FIRST
@@ -249,41 +243,20 @@ def test_an_attempt_that_fails_otherwise_is_tried_again_by_the_same_command(
     with pytest.raises(SystemExit) as stopped:
         train_all(asked("seeds=1"))
     assert stopped.value.code == 1
-    assert "low/seed0" in Pretends.started and "high/seed0" not in Pretends.started
+    assert "low-seed0" in Pretends.started and "high-seed0" not in Pretends.started
     assert "its last words" in capsys.readouterr().out
     Pretends.fails.clear()
     del Pretends.started[:]
     train_all(asked("seeds=1"))
-    assert Pretends.started == [attempt("high", "0.002"), "high/seed0"]
-
-
-def test_an_unfinished_attempt_starts_over_with_resume_never(
-    asked: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch
-):
-    whole_run, name = Pretends.run, attempt("high", "0.002")
-
-    def broken(self: Pretends, run: Run) -> int:
-        code = whole_run(self, run)
-        if run.name == name:
-            write_json(run.folder / "summary.json", {"status": "failed", "steps": 1})
-        return code if run.name != name else 1
-
-    monkeypatch.setattr(Pretends, "run", broken)
-    with pytest.raises(SystemExit):
-        train_all(asked("seeds=1"))
-    monkeypatch.setattr(Pretends, "run", whole_run)
-    train_all(made := asked("seeds=1", "resume=never"))
-    assert Pretends.started.count(name) == 2
-    replaced = [json.loads(path.read_text()) for path in (made.folder.parent / ".replaced").rglob("summary.json")]
-    assert replaced == [{"status": "failed", "steps": 1}]
+    assert Pretends.started == [attempt("high", "0.002"), "high-seed0"]
 
 
 def test_the_attempts_of_a_grid_are_listed_first_and_composed_from_their_overrides(tmp_path: Path):
     words = [*TINY, "data.path=.", f"logs={tmp_path}", "name=toy", TUNE, "seeds=1", "arm=gsm"]
     runs = expand(compose(words), words)
-    assert [run.folder.relative_to(tmp_path / "toy").parts[0] for run in runs] == [*[".tuning"] * 3, "gsm"]
+    assert [run.folder.parent.name for run in runs] == ["tuning", "tuning", "tuning", "toy"]
     for run in runs:
-        assert compose(run.command)["folder"] == str(run.folder)
+        assert compose(run.arguments)["folder"] == str(run.folder)
 
 
 def test_tuning_that_is_left_out_is_left_out_of_every_run(tmp_path: Path):
@@ -296,12 +269,12 @@ def test_tuning_that_is_left_out_is_left_out_of_every_run(tmp_path: Path):
 def test_a_key_that_is_given_is_not_tuned(asked: Callable[..., Experiment]):
     """On the command line for all arms, or by an arm for itself."""
     table = train_all(made := asked("seeds=1", f"{RATE}=5e-3"))
-    assert Pretends.started == ["low/seed0", "high/seed0"] and rates(made) == {"low": 5e-3, "high": 5e-3}
+    assert Pretends.started == ["low-seed0", "high-seed0"] and rates(made) == {"low": 5e-3, "high": 5e-3}
     assert table.tuned == {}
     assert "tuned" not in (made.folder / "results.md").read_text(), "the page said that 5e-3 was tuned"
     del Pretends.started[:]
     table = train_all(asked(TUNE, f"arms={{low: ['{RATE}=7e-3'], high: []}}", "seeds=1", "name=other"))
-    assert Pretends.started == [*FIRST[3:], "low/seed0", "high/seed0"]
+    assert Pretends.started == [*FIRST[3:], "low-seed0", "high-seed0"]
     assert table.tuned == {"high": {RATE: "0.002"}}
     assert "* high: tuned" in (made.folder.with_name("other") / "results.md").read_text()
 
@@ -311,8 +284,8 @@ RATED = "optimizer.learning_rate=1e-3"  # what a pretended run's numbers follow 
 
 def test_a_group_and_several_seeds_can_be_tuned_over(real: Callable[..., Experiment]):
     table = train_all(real("tune={optimizer: [adamw, muon], seeds: 2, by: {accuracy: highest}}", RATED, BY_MODEL))
-    names = [f".tuning/gsm/optimizer_{name}/seed{seed}" for name in ("adamw", "muon") for seed in (0, 1)]
-    assert Pretends.started == [*names, "gsm/seed0"]
+    names = [f"gsm-optimizer_{name}-seed{seed}" for name in ("adamw", "muon") for seed in (0, 1)]
+    assert Pretends.started == [*names, "gsm-seed0"]
     assert table.tuned == {"gsm": {"optimizer": "adamw"}}, "of two that are alike the first"
 
 
@@ -335,10 +308,10 @@ def test_of_runs_after_one_another_those_that_train_are_tuned_and_nothing_report
 def test_arms_with_different_best_values_share_no_run(real: Callable[..., Experiment]):
     """Both arms have the same first value; the second arm kept the run that it shared with the first one."""
     runs = "runs={train: {trainer.max_steps: 2}, extend: {after: train, trainer.max_steps: 1}}"
-    arms = "arms={low: [], high: ['++runs.extend.data.batch_size=2']}"
+    arms = "arms={low: [], high: ['++runs.extend.optimizer.weight_decay=0.2']}"
     train_all(real(f"tune={{{RATE}: [2e-3, 1e-3], by: val_loss}}", runs, arms, "seeds=1"))
-    final = [name for name in Pretends.started if not name.startswith(".tuning")]
-    assert final == [f"{arm}/seed0/{name}" for arm in ("low", "high") for name in ("train", "extend")]
+    final = [label for label in Pretends.started if RATE not in label]
+    assert final == [f"{arm}-seed0-{name}" for arm in ("low", "high") for name in ("train", "extend")]
 
 
 @pytest.mark.parametrize(
@@ -379,7 +352,7 @@ def test_a_table_without_a_number_that_is_known_to_be_better_one_way_asks_for_on
     ("words", "sentence"),
     [
         (["tune={optimizer.betas: [3, 4]}", ARMS], "^arm low with optimizer.betas=3: optimizer.betas is 3"),
-        ([TUNE, BY_MODEL, "start_from=/nowhere"], "^arm gsm: start_from .*/nowhere"),
+        ([TUNE, BY_MODEL, "arms={gsm: ['start_from=/nowhere']}"], "^arm gsm: start_from .*/nowhere"),
         (["tune={optimizer.learning_rate: [1.0, -1.0]}", ARMS], "^arm low with .*=-1.0: optimizer.learning_rate=-1.0"),
         ([TUNE, ARMS, "~data.held_out"], r"tune must .*data\.held_out"),
     ],
@@ -392,27 +365,12 @@ def test_what_cannot_be_trained_is_named_before_anything_trains(
     assert Pretends.started == []
 
 
-def test_a_cluster_gets_every_attempt_as_a_job_of_its_own_and_then_the_runs(
-    asked: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch
-):
-    handed: list[list[str]] = []
-
-    def launch(parts: Mapping[tuple[str, ...], Sequence[Run]]) -> None:
-        runs = [run for part in parts.values() for run in part]
-        handed.append([run.name for run in runs])
-        for run in runs:
-            Pretends(run)
-
-    monkeypatch.setattr(experiments.launcher, "launch", launch)
-    train_all(asked("seeds=1"), "submitit_local")
-    assert handed == [FIRST, ["low/seed0", "high/seed0"]]
-
-
 def trained_here(self: Pretends, run: Run) -> int:
     """In the place of ``Pretends.run``: trains, in this process."""
-    self.started.append(run.name)
+    self.started.append(run.label)
+    assert run.config
     try:
-        train(composed(run.command))
+        train(run.config)
     except FloatingPointError:
         return 1
     return 0
@@ -429,8 +387,8 @@ def test_real_runs_are_tuned_and_one_that_diverges_counts_as_the_worst(
     table = train_all(made := real(tune, BY_MODEL, "trainer.max_steps=10", "seeds=1"))
     assert f"diverged, and counted as the worst: gsm {RATE}=300.0" in " ".join(capsys.readouterr().out.split())
     assert table.tuned["gsm"][RATE] in ("0.003 (edge)", "0.01") and table.rows[0].runs == 1
-    tuned = json.loads((made.folder / attempt("gsm", "0.01") / "summary.json").read_text())["data"]
-    final = json.loads((made.folder / "gsm/seed0/summary.json").read_text())["data"]
+    places = folder_of(made.folder / "tuning", attempt("gsm", "0.01")), folder_of(made.folder)
+    tuned, final = (json.loads((place / "summary.json").read_text())["data"] for place in places)
     assert tuned["train_tokens"] + tuned["validation_tokens"] == final["train_tokens"]
     assert tuned["held_out"] == "tuning" and "held_out" not in final
     del Pretends.started[:]

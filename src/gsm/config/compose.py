@@ -38,20 +38,24 @@ PLAIN = re.compile(r"[A-Za-z_/][\w./-]*", re.ASCII)  # one word of Hydra's gramm
 WORDS = {"null", "true", "false", "nan", "inf"}  # values of that grammar rather than names
 
 
-def compose(overrides: Iterable[str] = (), directories: Sequence[Path] = (), script: str = "train") -> dict[str, Any]:
+def compose(
+    overrides: Iterable[str] = (), directories: Sequence[Path] = (), script: str = "train", digest: str | None = None
+) -> dict[str, Any]:
     """Return the configuration of ``python train.py``, resolved, as plain containers.
 
     Args:
         overrides: words as on the command line: ``["model=baseline", "size=tiny", "model.state_size=64"]``.
         directories: folders of yaml files in addition to ``configs/`` and the folders in GSM_CONFIGS.
         script: name of the script's yaml in ``configs/``.
+        digest: of the yamls (`gsm.paths.digest`), for compositions that belong together; None: as they are now.
 
     Raises:
-        ConfigError: an unknown key or variant, in Hydra's words, or a value that does not fit.
+        ConfigError: an unknown key or variant, in Hydra's words, or a value that does not fit; or a yaml that has to be
+            read has changed since it had this digest.
     """
     folders = tuple(paths.config_folders(directories))
     try:
-        composed = _hydra(tuple(overrides), folders, script)
+        composed = _hydra(tuple(overrides), folders, script, digest or paths.digest(folders))
     except (HydraException, YAMLError, ValueError) as error:
         raise ConfigError(str(error)) from error
     return _as_job(composed, folders, script)
@@ -102,7 +106,10 @@ def _placed(config: dict[str, Any], overrides: Collection[str]) -> dict[str, Any
     if config["start_from"] and not config["origin"]:
         from gsm.config.stored import origin  # it imports PyTorch, too slow for the error of a misspelt word
 
-        config["start_from"], config["origin"] = origin(config["start_from"])
+        try:
+            config["start_from"], config["origin"] = origin(config["start_from"])
+        except FileNotFoundError as error:
+            raise ConfigError(f"start_from must be a checkpoint, got {config['start_from']}: {error}") from error
     return placed(config)
 
 
@@ -170,14 +177,14 @@ def _as_job(composed: DictConfig, folders: Sequence[Path], script: str) -> dict[
         state.cfg = before
 
 
-def _hydra(words: tuple[str, ...], folders: tuple[Path, ...], script: str) -> DictConfig:
+def _hydra(words: tuple[str, ...], folders: tuple[Path, ...], script: str, digest: str) -> DictConfig:
     """Compose as Hydra does, with its own node. Raises HydraException, YAMLError, ValueError.
 
     Hydra reads some thirty files for the variants that are chosen, so each choice is composed once. Plain values,
     ``key=value``, are then set in a copy of it, as Hydra sets them. With any other words Hydra composes it all.
     """
     parsed, groups = OverridesParser.create().parse_overrides(list(words)), groups_of(folders)
-    key = (folders, paths.digest(folders), script, os.getcwd())
+    key = (folders, digest, script, os.getcwd())
     values = [one for one in parsed if one.key_or_group not in groups]
     if all(one.type is OverrideType.CHANGE and not _is_special(one) for one in values):
         choices = tuple(str(one.input_line) for one in parsed if one.key_or_group in groups)
@@ -203,6 +210,8 @@ def _composed(words: tuple[str, ...], folders: tuple[Path, ...], digest: str, sc
 
     ``digest`` and ``here`` are keys of the cache: a yaml may change, and relative folders depend on the current one.
     """
+    if digest != paths.digest(folders):
+        raise ConfigError("yaml files have changed since this command began: run it again")
     register_resolvers()
     search = [searchpath_word(folders[1:])] if folders[1:] else []
     main, runtime = GlobalHydra.instance(), JobRuntime.instance()

@@ -174,7 +174,8 @@ class Experiment:
         self.columns = read_columns(config["table"])
         self._trials: dict[tuple[str, ...], Trial] = {}  # by overrides
         self._runs: dict[str, Run] = {}  # by address
-        self._configs: dict[tuple[str, ...], dict[str, Any]] = {}  # composing takes a third of a second
+        self._configs: dict[tuple[str, ...], dict[str, Any]] = {}
+        self._yamls = paths.digest(paths.config_folders())  # one state of them for all runs
 
     @property
     def folder(self) -> Path:
@@ -291,7 +292,7 @@ class Experiment:
     def _composed(self, overrides: Sequence[str]) -> dict[str, Any]:
         """Return a configuration that can be trained, and loaded from its checkpoint. Raises ConfigError."""
         if (key := tuple(overrides)) not in self._configs:
-            config = compose(overrides)
+            config = compose(overrides, digest=self._yamls)
             refuse_unnamed(config)
             if config.get("runs") is None:
                 refuse_early(config)
