@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch.utilities import rank_zero_only
-from short_runs import BY_MODEL, BYTES, NO_PICTURES, SIZES, typed
+from short_runs import BY_MODEL, BYTES, NO_PICTURES, SIZES, folder_of, typed
 from stored import store_model
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -29,6 +29,7 @@ from gsm.evaluation.checkpoints import checkpoints
 from gsm.evaluation.generate import generate
 from gsm.evaluation.held_out import HeldOut
 from gsm.evaluation.lengths import Lengths
+from gsm.experiments.table import read_runs
 from gsm.paths import ROOT
 from gsm.training.callbacks.tensorboard import COLUMNS, METRICS
 from gsm.training.report import BOARD
@@ -61,7 +62,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, processes: Any) -> tuple[Path,
     words = [*arguments(folder), "trainer.max_steps=2", "seed=1", "model/residual=plain"]
     done = typed(processes, folder, "train.py", *words, COLUMNS="80")
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "logs" / "default" / "gsm" / "seed1", done.stdout
+    return folder_of(folder / "logs/default", "gsm-seed1"), done.stdout
 
 
 def test_a_run_prints_one_screen_of_plain_text(run: tuple[Path, str]):
@@ -69,10 +70,10 @@ def test_a_run_prints_one_screen_of_plain_text(run: tuple[Path, str]):
     root = str(ROOT), shlex.quote(str(ROOT)).strip("'")
     assert printed.replace(root[0], "").replace(root[1], "").isascii(), "a terminal anywhere has to show it"
     for line in printed.splitlines():
-        whole = any(path in line for path in (str(folder.parents[3]), *root))
+        whole = any(path in line for path in (str(folder.parents[2]), *root))
         assert len(line) <= 80 or whole, f"longer than a terminal is wide: {line}"
     assert printed.count(BOARD) == 1
-    conclusion = printed[printed.index("default/gsm/seed1: ") :].splitlines()
+    conclusion = printed[printed.index(f"default/{folder.name}: ") :].splitlines()
     assert len(conclusion) <= 24
     for expected in ("gsm, size nano", "5-gram model", "unigram model", "tensorboard --logdir", "generate.py"):
         assert expected in printed.replace("'", ""), "a path with blanks has quotes"
@@ -81,7 +82,7 @@ def test_a_run_prints_one_screen_of_plain_text(run: tuple[Path, str]):
 def test_a_run_leaves_its_folder(run: tuple[Path, str]):
     folder, _ = run
     for name in (
-        ".hydra/overrides.yaml",
+        "config.yaml",
         "metrics.csv",
         "summary.json",
     ):
@@ -221,18 +222,22 @@ def test_a_second_run_keeps_the_first(
     assert (tmp_path / "logs/.replaced/default/gsm/seed0-1/summary.json").is_file()
 
 
-def test_a_run_is_in_its_place_again_where_lightning_refuses_the_next_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    """A callback without a logger is refused only in `trainer.fit`, when the finished run had made room."""
-    words = [*arguments(tmp_path), *QUICK]
-    first = train(compose(words))
+def test_what_lightning_refuses_late_is_an_error_of_the_configuration(tmp_path: Path):
+    """A callback without a logger is refused only in `trainer.fit`."""
     monitor = "+callbacks.x._target_=lightning.pytorch.callbacks.LearningRateMonitor"
-    with pytest.raises(ConfigError, match="Cannot use `LearningRateMonitor` callback"):
-        train(compose([*words, "resume=never", "~logger", monitor]))
-    assert "The earlier run was moved back" in capsys.readouterr().out
-    assert train(compose(words)) == first and "is finished already" in capsys.readouterr().out
-    assert not list((tmp_path / "logs/.replaced/default/gsm").iterdir())
+    with pytest.raises(ConfigError, match="LearningRateMonitor"):
+        train(compose([*arguments(tmp_path), *QUICK, "~logger", monitor]))
+
+
+def test_n_grams_can_be_asked_for_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The run is the same one, and is not trained again; what is measured stands in its summary from then on."""
+    words = [*arguments(tmp_path), *QUICK]
+    first = train(compose([*words, "ngrams=false"]))
+    assert first["unigram_bits_per_byte"] is None
+    second = train(compose([*words, "ngrams=true"]))
+    assert second["unigram_bits_per_byte"] > 0 and second["train_seconds"] == first["train_seconds"]
+    assert train(compose([*words, "ngrams=false"])) == second
+    assert capsys.readouterr().out.count("is finished already") == 2
 
 
 def test_a_rank_that_is_left_in_the_environment_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -283,8 +288,7 @@ def test_a_sweep_over_seeds_trains_each_once(tmp_path: Path, processes: Any):
         done = typed(processes, tmp_path, "train.py", *words)
         assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("is finished already") == 1, "the second command had seed 1 to skip"
-    seeds = sorted(path.name for path in (tmp_path / "logs/default/gsm").iterdir())
-    assert seeds == ["seed0", "seed1", "seed2"] and not (tmp_path / "logs/.replaced").exists()
+    assert [run.seed for run in read_runs(tmp_path / "logs/default")] == [0, 1, 2]
 
 
 @pytest.mark.slow
@@ -299,12 +303,11 @@ def test_variants_stand_side_by_side(tmp_path: Path, processes: Any):
         compared = re.search(r"compare\.py'? logs/default", done.stdout)  # quoted in a folder whose name has spaces
         assert (compared is not None) is ("-m" in words), done.stdout
     assert "is finished already" in done.stdout, "what only watches finds the run again"
-    found = [path.parents[1].relative_to(tmp_path / "logs/default") for path in checkpoints(str(tmp_path / "logs"))]
-    runs = {(path.parts[0].partition("-data_folder")[0], path.name) for path in found}
-    assert runs == {(arm, seed) for arm in ("gsm-writer_additive", "gsm-writer_gated") for seed in ("seed0", "seed1")}
-    assert len({path.parts[0] for path in found}) == 2 and not (tmp_path / "logs/.replaced").exists()
+    found = checkpoints(str(tmp_path / "logs"))
+    runs = {path.parents[1].name.partition("-data_folder")[0] + path.parents[1].name[-15:-9] for path in found}
+    assert runs == {f"gsm-writer_{writer}-seed{seed}" for writer in ("additive", "gated") for seed in (0, 1)}
     for path in found:
-        assert "model/writer" in (tmp_path / "logs/default" / path / ".hydra/overrides.yaml").read_text()
+        assert "model/writer" in (path.parents[1] / "config.yaml").read_text()
 
 
 def test_a_run_of_an_experiment_trains_what_its_parent_has_composed(tmp_path: Path, processes: Any):
@@ -313,9 +316,8 @@ def test_a_run_of_an_experiment_trains_what_its_parent_has_composed(tmp_path: Pa
     planned = compose([*words, "optimizer.weight_decay=0.3"])
     done = typed(processes, tmp_path, "train.py", *words, **hand_on(planned))
     assert done.returncode == 0, done.stdout + done.stderr
-    folder = tmp_path / "logs/default/gsm/seed0"
-    assert yaml.safe_load((folder / ".hydra/config.yaml").read_text())["optimizer"]["weight_decay"] == 0.3
-    assert yaml.safe_load((folder / ".hydra/overrides.yaml").read_text()) == planned["overrides"]
+    noted = yaml.safe_load((Path(planned["folder"]) / "config.yaml").read_text())
+    assert noted["optimizer"]["weight_decay"] == 0.3 and noted["overrides"] == planned["overrides"]
 
 
 APPLICATION = """
@@ -323,12 +325,10 @@ import json, hydra
 from hydra.core.hydra_config import HydraConfig
 from gsm.config.command_line import again
 from gsm.config.compose import compose
-from gsm.training.folder import note
-from pathlib import Path
 
 @hydra.main(version_base=None, config_path=None)
 def main(config):
-    note(Path("run"), compose(["size=pico", "seed=3"]))
+    compose(["size=pico", "seed=3"])
     print(json.dumps([HydraConfig.get().job.name, again()]))
 
 main()
@@ -336,10 +336,9 @@ main()
 
 
 def test_in_a_hydra_application_its_overrides_are_not_those_of_a_run(tmp_path: Path, processes: Any):
-    """They were noted, and its command printed, as those of the run; the name of its second job was ours."""
+    """Its command was printed as that of the run; the name of its second job was ours."""
     (tmp_path / "app.py").write_text(APPLICATION)
     words = ["-m", "+mine=1,2", f"hydra.sweep.dir={tmp_path}/sweep"]
     done = typed(processes, tmp_path, str(tmp_path / "app.py"), *words)
     printed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
     assert printed == [["app", "the same call of train"]] * 2, done.stdout + done.stderr
-    assert not (tmp_path / "run").exists()
