@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_experiment import until
@@ -13,6 +14,18 @@ from test_experiment import until
 from gsm.experiments.jobs import Child, work_off
 from gsm.experiments.runs import Run
 from gsm.signals import answered
+
+
+class Command(Run):
+    """A run whose process is any command."""
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        return self.arguments
+
+
+def command(place: Path, label: str, *words: str, **more: Any) -> Command:
+    return Command(place, label, label, "train", (sys.executable, "-S", "-c", *words), **more)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
@@ -32,10 +45,10 @@ def test_no_run_outlives_a_parent_that_was_killed(tmp_path: Path):
 
 def test_output_that_comes_last_is_seen_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     ends: list[tuple[str, int | None]] = []
-    command = (sys.executable, "-S", "-c", "print('gr\\u00f6\\u00dfer'); raise SystemExit(3)")
+    code = "print('gr\\u00f6\\u00dfer'); raise SystemExit(3)"
     start = lambda run: Child(run, {"PYTHONIOENCODING": "utf-8"}, follow=True)  # noqa: E731
-    ended = lambda run, code, child: ends.append((run.name, code))  # noqa: E731
-    assert work_off([Run("mine", tmp_path, command)], 1, start, ended) is None
+    ended = lambda run, code, child: ends.append((run.label, code))  # noqa: E731
+    assert work_off([command(tmp_path, "mine", code)], 1, start, ended) is None
     assert ends == [("mine", 3)]
     assert capfd.readouterr().out.splitlines()[-1] == "größer"
 
@@ -44,7 +57,7 @@ def test_a_run_waits_for_the_run_before_it_and_is_not_started_where_that_has_fai
     """The third run is free to begin while the second waits for the first."""
 
     def made(name: str, code: str, after: Run | None = None) -> Run:
-        return Run(name, tmp_path / name, (sys.executable, "-S", "-c", code), after)
+        return command(tmp_path, name, code, after=after)
 
     first = made("first", f"import time; time.sleep(0.5); open({str(tmp_path / 'made')!r}, 'w')")
     second = made("second", f"open({str(tmp_path / 'made')!r})", first)
@@ -52,16 +65,16 @@ def test_a_run_waits_for_the_run_before_it_and_is_not_started_where_that_has_fai
     lost = made("lost", "", broken)
     ends: list[tuple[str, int | None]] = []
     runs = [second, first, broken, lost, made("later", "", lost)]
-    assert work_off(runs, 2, Child, lambda run, code, child: ends.append((run.name, code))) is None
+    assert work_off(runs, 2, Child, lambda run, code, child: ends.append((run.label, code))) is None
     assert ends == [("broken", 3), ("lost", None), ("later", None), ("first", 0), ("second", 0)]
-    assert not (tmp_path / "lost").exists()
+    assert not lost.folder.exists()
 
 
 def test_a_run_gets_what_its_parent_has_composed(tmp_path: Path):
     """It composed again, perhaps hours later, when somebody had edited a yaml for the next experiment."""
     config = {"seed": 3, "rate": 1e-05, "by_step": {10: None}, "words": ["1e-05", "${it}", "null"]}
     code = "import gsm.config.handed as c; first = c.handed_on(); print([first, c.handed_on()])"
-    child = Child(Run("mine", tmp_path, (sys.executable, "-c", code), config=config))
+    child = Child(Command(tmp_path, "mine", "0", "train", (sys.executable, "-c", code), config=config))
     until(lambda: child.poll() is not None)
     assert child.log.read_text().splitlines()[-1] == str([config, None])
 
