@@ -31,12 +31,11 @@ SHAPES: dict[str, Any] = {  # required structure of files that several commands 
         "fingerprint": ({...: (str, int)}, NONE),
         "data": (Mapping, NONE),
         "runs": ({...: Mapping}, NONE),
-        "trained": ([str], NONE),
         "metrics": ({...: (*NUMBER, [[NUMBER]])}, NONE),  # the lists are sums by document
         "by_length": ({...: {...: NUMBER}}, NONE),
         "by_load": ({...: {...: NUMBER}}, NONE),
     },
-    "experiment.json": {"arms": {...: [str]}, "table": [str], "tuned": {...: Mapping}},
+    "experiment.json": {"arms": {...: [str]}, "table": [str], "overrides": [str], "tuned": {...: Mapping}},
 }
 DAMAGED = "{} is damaged ({}). Delete it, and run the command that wrote it again"
 PARTIAL = ".{}.partial"  # temporary name while writing; `{}` is the file's name and a unique suffix

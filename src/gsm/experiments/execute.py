@@ -220,9 +220,10 @@ def _refuse_ranks() -> None:
 
 
 def _describe(experiment: Experiment, tuning: Tuning) -> None:
-    """Write the arms with their overrides, and the columns of the table, for `compare.py` and notebooks."""
-    arms = experiment.arms | tuning.settled().arms
-    write_json(experiment.folder / CONTENTS, {"arms": arms, "table": experiment.columns, **tuning.contents()})
+    """Write the arms with their overrides, the columns of the table, and the overrides of the command, for `compare.py`
+    and notebooks."""
+    told = {"arms": experiment.arms | tuning.settled().arms, "table": experiment.columns}
+    write_json(experiment.folder / CONTENTS, {**told, "overrides": list(experiment.given), **tuning.contents()})
 
 
 def _report(experiment: Experiment, arms: Sequence[str], tuning: Tuning) -> Table:

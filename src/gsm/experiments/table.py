@@ -306,8 +306,10 @@ def read_trial(folder: Path, line: Mapping[str, Any]) -> RunSummary:
 
 
 def read_contents(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return ``arms``, ``table`` and ``tuned`` of the experiment's last command; empty where its runs were started one
-    by one."""
+    """Return ``arms``, ``table``, ``overrides`` and ``tuned`` of the experiment's last command.
+
+    Empty where its runs were started one by one.
+    """
     return read_json(Path(folder) / CONTENTS) or {}
 
 
