@@ -80,7 +80,7 @@ def test_a_model_in_the_cache_is_not_trained_again(
     model, data = trained("gsm", *BRIEF)
     assert not model.training and data.task.pairs == 10
     assert {run.arm for run in finished_runs(tmp_path / "notebook")} == {"gsm", "handed_on"}
-    assert load(tmp_path / "notebook/gsm/seed0")[1].context == data.context
+    assert load(tmp_path / "notebook/gsm-seed0")[1].context == data.context
 
 
 def test_a_figure_is_saved_for_print(tmp_path: Path):
