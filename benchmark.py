@@ -23,5 +23,5 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    command_line.prepare(script="benchmark", part="benchmark")
+    command_line.prepare()
     main()

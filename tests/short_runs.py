@@ -168,6 +168,11 @@ def arguments(home: Path, name: str, *more: str) -> list[str]:
     return [*TINY, *places, f"name={name}", BY_MODEL, *more]
 
 
+def place_of(home: Path, name: str, *more: str) -> Path:
+    """The folder of a run that is started with these arguments."""
+    return Path(composed(tuple(arguments(home, name, *more)))["folder"])
+
+
 def folder_of(experiment: Path, label: str = "gsm-seed0") -> Path:
     """The folder of the only run with this label, without its address."""
     (folder,) = (path for path in experiment.glob(f"{label}-*") if "-" not in path.name[len(label) + 1 :])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ import pytest
 import torch
 from stored import store
 
-from gsm.config.command_line import prepare
 from gsm.config.compose import compose
 from gsm.config.load import build_model, load_model
 from gsm.errors import ConfigError
@@ -66,7 +63,7 @@ def test_a_size_that_is_not_the_checkpoint_s_is_refused(tmp_path: Path):
     ("entry", "said"),
     [
         (3, r"models\[0\]=3 is not allowed, because it is no entry"),
-        ("gms", "model=gms is not allowed because model has no such variant. Use model= with one of baseline"),
+        ("gms", "model/gms"),
         ({"nam": "gsm"}, r"unknown key 'models\[0\].nam'; did you mean name"),
         ({"overrides": []}, r"models\[0\].* is not allowed, because a value is of a wrong type"),
         ({"name": "a b"}, "because a value is of a wrong type"),
@@ -97,19 +94,3 @@ def test_a_checkpoint_is_one_run_of_the_model_that_its_name_says(tmp_path: Path)
     for word in ("model/writer=gated", "data.context=32", "model=baseline", "~model.state_size"):
         with pytest.raises(ConfigError, match="a checkpoint cannot be changed by"):
             load_model(run, overrides=[word])
-
-
-def test_the_command_line_takes_overrides_inside_of_lists_and_keys_without_their_part(monkeypatch: pytest.MonkeyPatch):
-    models = (
-        "models=[gsm,{name: mine, overrides: ['model.state_size=64', 'model.stages=[2,4]']},{name: b, checkpoint: c/d}]"
-    )
-    for module in (sys, threading):
-        monkeypatch.setattr(module, "excepthook", module.excepthook)
-    monkeypatch.setattr("sys.argv", ["benchmark.py", "benchmark=inference", models, "size=tiny", "device=cpu"])
-    prepare("benchmark", "benchmark")
-    config = compose(sys.argv[1:], script="benchmark")
-    assert config["benchmark"]["models"] == [
-        "gsm", {"name": "mine", "overrides": ["model.state_size=64", "model.stages=[2,4]"]},
-        {"name": "b", "checkpoint": "c/d"},
-    ]  # fmt: skip
-    assert (config["benchmark"]["size"], config["device"]) == ("tiny", "cpu")

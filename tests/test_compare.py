@@ -392,10 +392,7 @@ def test_loads_are_drawn_as_cells(experiment: Path, drawn: list):
 TAMPERED = {
     "a list": "[1]",
     "cut off": '{"status": "fini',
-    "another kind": '{"status": "finished", "fingerprint": "x"}',
-    "a number of 400 digits": '{"status": "finished", "val_loss": 1%s}' % ("0" * 400),
     "nested without end": "[" * 5000,
-    "half of a letter": '{"status": "finished", "data": {"skipped": "\\ud800"}}',
 }
 
 
@@ -405,12 +402,6 @@ def test_a_summary_that_no_run_has_written_is_named_and_left_out(experiment: Pat
     (folder_of(experiment, "paper-seed0") / "summary.json").write_text(TAMPERED[case])
     assert [len(row.cells) and row.runs for row in compare(str(experiment)).rows] == [2, 3]
     assert "summary.json is damaged" in (experiment / "comparison.md").read_text()
-
-
-def test_contents_that_no_experiment_has_written_are_named(experiment: Path):
-    (experiment / "experiment.json").write_text('{"arms": -1}')
-    compare(str(experiment))
-    assert "experiment.json is damaged (arms is -1). Delete it" in (experiment / "comparison.md").read_text()
 
 
 def test_an_arm_without_the_number_is_named_beside_the_picture(experiment: Path, capsys: pytest.CaptureFixture[str]):

@@ -178,6 +178,6 @@ def test_trouble_of_the_system_is_not_taken_for_damage(web: Path, monkeypatch: p
     def refuse(*_: object) -> str:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(reading, "documents_of", refuse)
+    monkeypatch.setattr(reading, "_documents_of", refuse)
     with pytest.raises(OSError, match="Input/output error"):
         list(FineWeb(web).documents("train"))

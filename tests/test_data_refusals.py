@@ -27,6 +27,7 @@ from gsm.data.synthetic import SyntheticData
 from gsm.data.tokenizer import Tokenizer
 from gsm.data.tokens import Split, find_or_encode
 from gsm.data.tuning import divide
+from gsm.errors import ConfigError
 from gsm.evaluation import ngrams
 from gsm.evaluation.lengths import Lengths
 from gsm.evaluation.ruler import Ruler
@@ -84,7 +85,6 @@ VALUES: list[tuple[Callable[[], object], str]] = [
     (lambda: examples(lengths=[360, 200]), "length=200 is not allowed because a sample of niah_single_1"),
     (lambda: examples(lengths=[700]), "lengths must be at most context=640"),
     (lambda: examples(answers="long"), "answers=long is not allowed"),
-    (lambda: examples(answers="cot", tasks=["niah_single_1", "vt", "fwe"]), "answers must be direct for vt, fwe"),
     (lambda: examples(tasks=["niah"]), "niah_single_1"),
     (lambda: examples(examples=0), "examples=0"),
     (lambda: examples(held_out="tunin"), "held_out=tunin "),
@@ -100,7 +100,7 @@ VALUES: list[tuple[Callable[[], object], str]] = [
     (lambda: text(end_of_text="</s>"), "end_of_text must"),
     (lambda: text(path=None, files="*"), "files must"),
     (lambda: text(tokenizer="words"), "tokenizer must"),
-    (lambda: text(tokenizer="nowhere.json"), "tokenizer=nowhere.json "),
+    (lambda: text(tokenizer="nowhere.json"), "tokenizer must"),
     (lambda: text(vocabulary=256), "size.vocabulary must be at least 257"),
     (lambda: text(vocabulary=100, tokenizer="bytes"), "size.vocabulary must be at least 257 with tokenizer=bytes"),
     (lambda: text(vocabulary=200, tokenizer=BYTES), "got 200"),
@@ -110,7 +110,7 @@ VALUES: list[tuple[Callable[[], object], str]] = [
     (lambda: text(documents="apart"), "documents must"),
     (lambda: divide(Split("train", Path(), 10, 10, 10, 0, "uint16"), BYTES), "held_out=tuning needs"),
     (lambda: Tokenizer.from_state({"kind": "words", "json": None}), "tokenizer must"),
-    (lambda: Tokenizer.from_state({"kind": "bpe", "json": '{"model":'}), "no readable 'json'"),
+    (lambda: Tokenizer.from_state({"kind": "bpe", "json": '{"model":'}), "tokenizer must"),
     (partial(Needle, gap=-1), "gap=-1 "),
     (partial(Needle, gap=1, keys=3, pairs=4), "pairs must be at most keys=3"),
     (partial(Paraphrase, gap=1, names=5), "names must be a divisor of keys=32"),
@@ -170,7 +170,6 @@ FILES: list[tuple[str, bytes, str]] = [  # in a folder with a sound text
     ("a.txt", "\ufeffПривет".encode("utf-16-le"), "a.txt is UTF-16; convert it with iconv -f UTF-16 -t UTF-8"),
     ("a.jsonl", "\ufeffПривет".encode("utf-16-be"), "a.jsonl is UTF-16"),
     ("a.txt.gz", "\ufeffПривет".encode("utf-16-le"), "a.txt.gz is UTF-16"),
-    ("a.jsonl", json_lines(["a", "a"]), "path must have 2"),
     ("a.jsonl", json_lines(["fine"]) + b"not json", "a.jsonl, line 2, is not JSON"),
     ("a.jsonl", json_lines(["fine"]) + b"[" * 200_000, "a.jsonl, line 2, is not JSON"),
     ("a.jsonl", json_lines(["fine"]) + b'{"body": "x"}', "line 2, has no field 'text' but fields body; set"),
@@ -196,27 +195,26 @@ def test_a_choice_of_files_that_leaves_nothing_is_refused(tmp_path: Path) -> Non
     for options, words in (
         ({"validation": "nothing*"}, "data.validation fits no file: data.validation is ['nothing*']"),
         ({"validation": "*"}, "nothing is left to train on"),
-        ({"files": "nothing*"}, "holds 0 files with text that fit nothing*"),
+        ({"files": "nothing*"}, "path must hold text that fits nothing*"),
     ):
         with pytest.raises(ValueError) as refusal:
             _ = Corpus(tmp_path, **options).files
         assert words in str(refusal.value)
 
 
-TOKENIZERS: list[tuple[str, str]] = [
-    ("{", "a.json' is not the tokenizer.json of a Hugging Face tokenizer"),
-    ('{"model_type": 1}', "it holds no 'model'"),
-    ('{"model": {"type": "Unheard", "vocab": {}}}', "cannot be read by tokenizers"),
-    (tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="a")).to_str(), "are no bytes"),
-]
+TOKENIZERS = {
+    "no JSON": "{",
+    "no model": '{"model_type": 1}',
+    "an unknown model": '{"model": {"type": "Unheard", "vocab": {}}}',
+    "no bytes": tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="a")).to_str(),
+}
 
 
-@pytest.mark.parametrize(("content", "words"), TOKENIZERS, ids=[words for _, words in TOKENIZERS])
-def test_a_damaged_tokenizer_is_refused(content: str, words: str, tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(content)
-    with pytest.raises(ValueError) as refusal:
+@pytest.mark.parametrize("kind", list(TOKENIZERS))
+def test_a_file_that_is_no_usable_tokenizer_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(TOKENIZERS[kind])
+    with pytest.raises(ConfigError, match="^tokenizer .*a.json"):
         Tokenizer.from_file(str(tmp_path / "a.json"))
-    assert words in str(refusal.value)
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:

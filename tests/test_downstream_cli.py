@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import tiny_tasks
 import tiny_text
+import torch
 from short_runs import BY_MODEL, TINY, folder_of
 
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import load_model
-from gsm.evaluation import commands, loglikelihood
+from gsm.evaluation import commands
 from gsm.training.run import train
 
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
@@ -65,11 +66,13 @@ def test_scores_are_the_models_own(place: Path):
     folder = folder_of(place / "logs")
     ask(place, "gsm-seed0", "tasks=openbookqa")
     found = json.loads((folder / "tasks/openbookqa.json").read_text())["samples"][0]["loglikelihoods"]
-    pairs = [
-        (list(b"The tides are pulled by"), list(f" {choice}".encode())) for choice in ("a star", "the old moon", "rain")
-    ]
-    want = loglikelihood.loglikelihoods(load_model(folder), pairs, max_length=32)
-    assert found == pytest.approx([score.loglikelihood for score in want], abs=1e-4)
+    model, context = load_model(folder), b"The tides are pulled by"
+    for loglikelihood, choice in zip(found, (b" a star", b" the old moon", b" rain"), strict=True):
+        ids = torch.tensor([list(context + choice)])[:, -33:]  # it reads as many tokens as in training, 32
+        with torch.no_grad():
+            logprob_TV = model(ids).logits[0].log_softmax(-1)[-len(choice) - 1 : -1]
+        want = float(logprob_TV.gather(1, ids[0, -len(choice) :, None]).sum())
+        assert loglikelihood == pytest.approx(want, abs=1e-4)
 
 
 def test_a_sweep_becomes_means_spreads_and_paired_differences(place: Path, capsys: pytest.CaptureFixture[str]):
@@ -97,7 +100,7 @@ def test_it_goes_on_where_it_was_and_says_when_it_cannot(
     before = file.read_bytes()
     assert "Limited: PIQA 1 samples." in capsys.readouterr().out
     with monkeypatch.context() as patch:
-        patch.setattr(loglikelihood, "score", lambda *_: pytest.fail("this is computed already"))
+        patch.setattr("gsm.evaluation.harness.measure", lambda *_: pytest.fail("this is computed already"))
         ask(place, "baseline-seed0", "tasks=piqa", "limit=1")
     assert file.read_bytes() == before and "begins again" not in capsys.readouterr().out
     ask(place, "baseline-seed0", "tasks=piqa", "limit=1", "context=16")

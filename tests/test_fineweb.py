@@ -1,4 +1,4 @@
-"""FineWeb's parquet files, streamed by `datasets` from a folder; and from the hub, as far as no network is needed."""
+"""FineWeb's parquet files of a folder; and of the hub, as far as no network is needed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import pytest
 
 from gsm.config.compose import compose
 from gsm.config.load import instantiate
+from gsm.data import fineweb
 from gsm.data.fineweb import FineWeb, text_data
 
 arrow = pytest.importorskip("pyarrow", reason="the extra `data` is not installed")
@@ -70,19 +72,19 @@ def test_the_yaml_takes_a_folder_and_a_number_of_tokens(folder: Path, tmp_path: 
 def test_the_hub_is_asked_once_and_its_addresses_kept(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """fsspec's files in memory stand in for those of the hub, which it opens in the same way."""
     asked: list[tuple[Any, ...]] = []
-    addresses = [f"hf://datasets/HuggingFaceFW/fineweb@abc/sample/10BT/{path.name}" for path in folder.iterdir()]
-    stream = datasets.load_dataset
+    names = {path: f"memory://datasets/HuggingFaceFW/fineweb@abc/sample/10BT/{path.name}" for path in folder.iterdir()}
+    for path, address in names.items():
+        fsspec.filesystem("memory").pipe(address, path.read_bytes())
+    addresses = list(names.values())
 
     def builder(*which: Any, **more: Any) -> Any:
         asked.append((*which, more["revision"]))
         return SimpleNamespace(config=SimpleNamespace(data_files={"train": addresses}))
 
-    def here(kind: str, data_files: list[str], **more: Any) -> Any:
-        return stream(kind, data_files=[str(folder / Path(name).name) for name in data_files], **more)
-
     monkeypatch.setattr(datasets, "load_dataset_builder", builder)
-    monkeypatch.setattr(datasets, "load_dataset", here)
+    monkeypatch.setattr(fineweb, "REMOTE", "memory://")
     numbers: dict[str, Any] = {"vocabulary": 300, "context": 16, "batch_size": 2, "max_tokens": 600}
     first, again = (text_data(**numbers, tokenizer="bytes", cache_dir=str(tmp_path / "cache")) for _ in range(2))
     assert first.description() == again.description() and first.description()["train_tokens"] == 600

@@ -1,9 +1,8 @@
-"""What is held out for validation: as told, as files are named, by hash, or the end of a text."""
+"""What is held out for validation: as told, by hash, or the end of a text."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from packed import STORIES, json_lines, pack
 
 from gsm.data import reading
-from gsm.data.corpus import Corpus
+from gsm.data.corpus import SPLITS, Corpus
 from gsm.data.module import TextData
 
 
@@ -33,23 +32,18 @@ def test_files_to_take_and_to_hold_out_may_be_named(tmp_path: Path) -> None:
     assert len(everything.files["train"]) == 3
 
 
-def test_several_files_are_divided_by_file_and_one_by_document(tmp_path: Path) -> None:
-    corpus = Corpus(shelves(tmp_path))
-    assert not set(corpus.documents("train")) & set(corpus.documents("validation"))
-    assert len(corpus.files["train"]) == 4 and len(corpus.files["validation"]) == 1
+def test_documents_of_files_that_hold_many_are_divided_by_the_hash_of_their_text(tmp_path: Path) -> None:
     pack(one := tmp_path / "all.jsonl", json_lines(STORIES))
-    parts = {split: list(Corpus(one, validation_share=0.2).documents(split)) for split in ("train", "validation")}
+    parts = {split: list(Corpus(one, validation_share=0.2).documents(split)) for split in SPLITS}
     assert sorted(parts["train"] + parts["validation"]) == sorted(STORIES)
     assert 2 <= len(parts["validation"]) <= 16
-    pack(one, json_lines(STORIES[::-1]))
-    assert set(Corpus(one, validation_share=0.2).documents("validation")) == set(parts["validation"])
-
-
-@pytest.mark.parametrize("share", [1e-9, 1 - 1e-9])
-def test_one_file_of_documents_always_gives_both_splits(share: float, tmp_path: Path) -> None:
-    corpus = Corpus(pack(tmp_path / "all.jsonl", json_lines(STORIES)), validation_share=share)
-    counts = [len(list(corpus.documents(split))) for split in ("train", "validation")]
-    assert sum(counts) == 40 and min(counts) == 1
+    pack(one, json_lines(STORIES[:9:-1]))
+    pack(tmp_path / "more.jsonl.gz", json_lines(STORIES[:10]))
+    (tmp_path / "text.txt").write_text("A text beside them.\n")
+    for split in SPLITS:  # however the documents are spread over files
+        assert {*Corpus(tmp_path, validation_share=0.2).documents(split)} & {*STORIES} == {*parts[split]}
+    whole = [text for split in SPLITS for text in Corpus(tmp_path).documents(split)]
+    assert sorted(whole) == sorted([*STORIES, "A text beside them.\n"])
 
 
 def test_of_a_single_text_the_end_is_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,9 +56,6 @@ def test_of_a_single_text_the_end_is_held_out(tmp_path: Path, monkeypatch: pytes
     assert [list(again.documents(split)) for split in ("train", "validation")] == [[train], [validation]]
 
 
-# As files are named
-
-
 def written(folder: Path, *names: str) -> Path:
     """Files that say where they lie, which is enough to tell them apart."""
     for name in names:
@@ -73,41 +64,13 @@ def written(folder: Path, *names: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("names", "train", "validation"),
-    [
-        ("train.jsonl validation.jsonl test.jsonl", "train.jsonl", "validation.jsonl"),
-        ("train-00.txt train-01.txt val.txt eval.txt", "train-00.txt train-01.txt", "val.txt"),
-        ("Train_a.md more.md Dev_a.md", "Train_a.md more.md", "Dev_a.md"),
-        ("a.txt b.txt books.validation.txt", "a.txt b.txt", "books.validation.txt"),
-        ("train/a.txt valid/a.txt test/a.txt", "train/a.txt", "valid/a.txt"),
-        ("train.txt test.txt", "train.txt", "train.txt"),
-    ],
-)
-def test_files_whose_names_say_so_are_held_out(
-    names: str, train: str, validation: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A folder with these three was trained on validation and test, and the train file held out."""
-    with caplog.at_level(logging.INFO):
-        files = Corpus(written(tmp_path, *names.split())).files
-    assert files == {"train": sorted(train.split()), "validation": validation.split()}
-    left_out = set(names.split()) - {*files["train"], *files["validation"]}
-    assert all(name in caplog.text for name in left_out) and bool(left_out) == ("Left out" in caplog.text)
-
-
-@pytest.mark.parametrize("names", ["test.txt notes.txt dev.txt", "train.py val.py test.py", "constrained.txt a.txt"])
-def test_names_that_may_mean_something_else_are_divided_by_hash(names: str, tmp_path: Path) -> None:
-    files = Corpus(written(tmp_path, *names.split())).files
-    assert sorted(files["train"] + files["validation"]) == sorted(names.split())
-
-
 def test_more_text_held_out_than_trained_on_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     written(tmp_path, "a.txt", "b.txt")
     _ = Corpus(tmp_path, validation="b.txt").files
-    assert "More is held out" not in caplog.text
+    assert not caplog.text
     (tmp_path / "b.txt").write_text("b" * 1000)
     _ = Corpus(tmp_path, validation="b.txt").files
-    assert "More is held out (1000 bytes) than trained on" in caplog.text
+    assert "1000 bytes are held out" in caplog.text and "data.validation=" in caplog.text
 
 
 # Never in both
@@ -139,7 +102,7 @@ def data(folder: Path, **chosen: Any) -> TextData:
 
 def test_measuring_one_split_does_not_read_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To evaluate 256 held-out sequences, a billion tokens of the train split were encoded first."""
-    written(tmp_path, "text/train.txt", "text/validation.txt")
+    written(tmp_path, "text/a.txt", "text/b.txt")
     read: list[str] = []
     pieces = Corpus.pieces
     monkeypatch.setattr(Corpus, "pieces", lambda self, split: read.append(split) or pieces(self, split))

@@ -360,11 +360,11 @@ def test_lm_evals_own_backend_scores_as_ours(folder: Path):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    from gsm.evaluation.harness import Adapter
+    from gsm.evaluation.harness import LM
 
     make: Any = HFLM  # its package declares no parameters
     theirs = make(pretrained=str(folder), device="cpu", dtype="float32", batch_size=2)
-    mine = Adapter(gsm.load_model("nano"), load_tokenizer("nano"), max_length=256)
+    mine = LM(gsm.load_model("nano"), load_tokenizer("nano"), max_length=256)
     pairs = [("def f(x):\n", "    return x"), ("import ", "os"), ("", "class Foo:")]
     asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
     for (a, greedy_a), (b, greedy_b) in zip(theirs.loglikelihood(asked), mine.loglikelihood(asked), strict=True):

@@ -23,7 +23,7 @@ def test_auto_is_the_cpu_where_there_is_no_gpu_also_on_a_mac(monkeypatch: pytest
 
 @pytest.mark.parametrize("accelerator", ["mps", "tpu"])
 def test_another_accelerator_is_refused(accelerator: str):
-    with pytest.raises(ConfigError, match=f"^trainer.accelerator={accelerator} is not allowed because"):
+    with pytest.raises(ConfigError, match="trainer.accelerator"):
         trainers.settings(compose([*SIZES, f"trainer.accelerator={accelerator}"]))
 
 

@@ -25,7 +25,7 @@ from gsm.checkpoint import newest
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import CheckpointError, read_checkpoint
-from gsm.data.base import DataModule, with_defaults
+from gsm.data.base import DataModule, require_data_module
 from gsm.data.loader import Batches
 from gsm.evaluation.held_out import HeldOut
 from gsm.paths import ROOT
@@ -41,8 +41,10 @@ import lightning
 import torch
 from torch.utils.data import DataLoader
 
+from gsm.data.base import DataModule
 
-class Counting(lightning.LightningDataModule):
+
+class Counting(DataModule):
     def __init__(self, length: int, vocabulary: int, batch_size: int) -> None:
         super().__init__()
         self.batch_size = batch_size
@@ -76,7 +78,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "configs"
 
 
-def test_a_plain_lightning_data_module_trains_and_a_metric_of_ones_own_is_in_every_log(
+def test_a_data_module_of_ones_own_trains_and_a_metric_of_ones_own_is_in_every_log(
     mine: Path, monkeypatch: pytest.MonkeyPatch
 ):
     words = [*WORDS.split(), "arm=gsm", f"logs={mine.parent / 'logs'}", "+callbacks.mine._target_=own_parts.Counted"]
@@ -97,15 +99,16 @@ def test_a_plain_lightning_data_module_trains_and_a_metric_of_ones_own_is_in_eve
         HeldOut(str(folder), context=8).evaluate()
 
 
-def test_a_class_that_is_no_data_module_is_named():
-    with pytest.raises(ValueError, match="data=list is not allowed because it is no LightningDataModule"):
-        with_defaults([])
+def test_data_of_another_class_are_refused():
+    for data in ([], lightning.LightningDataModule()):
+        with pytest.raises(ConfigError, match=f"^data .*{type(data).__name__}"):
+            require_data_module(data)
 
 
 class Numbers(DataModule):
     """Batches by number, from the first one that training has not done."""
 
-    context, batch_size = 16, 4
+    context, batch_size, resumes = 16, 4, True
 
     def train_dataloader(self) -> Batches:
         return Batches(self, self._plan, 24)  # pyright: ignore[reportArgumentType] # it has a `batch`

@@ -15,28 +15,29 @@ from typing import Any
 
 import pytest
 import torch
-from short_runs import arguments, at_call, count_calls, lines, no_death, started, typed
+from short_runs import arguments, at_call, count_calls, lines, no_death, place_of, started, typed
 
 from gsm import checkpoint, files
 from gsm.config import command_line
 from gsm.config.compose import compose
 from gsm.config.load import CheckpointError, instantiate, read_checkpoint
 from gsm.files import write_json
-from gsm.training.folder import Start, prepare
+from gsm.training.folder import Begin, begin
 from gsm.training.module import LanguageModeling
 from gsm.training.resume import STATE
+from gsm.training.run import open_data
 
 
 @pytest.mark.slow
 def test_a_full_disk_is_one_sentence_and_leaves_the_checkpoint_alone(home: Path, processes: Any):
-    log, folder = home / "full.log", home / "logs/full/gsm/seed0"
+    log, folder = home / "full.log", place_of(home, "full")
     child = started(processes, arguments(home, "full"), log, partial(at_call, "training_step", 9, out_of_room))
     child.join()
     said = log.read_text()
     assert child.exitcode == 1, said
     sentence = said[said.index("error: ") :]
     full = folder / "checkpoints/step_00000006/model.safetensors"
-    assert sentence.startswith(f"error: {full} cannot be written: File too large; free")
+    assert sentence.startswith(f"error: {full}: File too large")
     assert "Traceback" not in said and sentence.count("\n") == 1
     assert read_checkpoint(folder)["global_step"] == 3
     assert not list(folder.rglob("*.partial")), "what was half written takes room"
@@ -60,7 +61,7 @@ def test_a_file_that_cannot_be_written_is_named_and_what_was_there_stays(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(files.os, "fsync", refuses)
-    with pytest.raises(SystemExit, match=f"^error: {path} cannot be written: {os.strerror(code)}; "):
+    with pytest.raises(SystemExit, match=f"^error: {path}: {os.strerror(code)}$"):
         with command_line.errors_as_sentences():
             write_json(path, {"status": "failed"})
     assert json.loads(path.read_text()) == {"status": "finished"}
@@ -74,19 +75,24 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(home: Path, processes: Any
     done = typed(processes, home, "train.py", *given)
     assert done.returncode == 1
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
-    assert str(home / "taken") in done.stderr and "logs=" in done.stderr
+    assert str(home / "taken") in done.stderr
 
 
-def prepared(home: Path, folder: Path, *more: str) -> Start:
-    """What a run in a copy of a folder would start with."""
-    config = compose(arguments(home, "copy", f"folder={folder}", *more))
-    return prepare(config)
+def begun(home: Path, folder: Path) -> Begin:
+    """Where a run begins in a copy of a folder."""
+    config = compose(copied(home, folder))
+    return begin(config, open_data(config).fingerprint())
+
+
+def copied(home: Path, folder: Path) -> list[str]:
+    """The arguments of the run in a copy of a folder."""
+    return arguments(home, folder.parent.name, f"logs={folder.parent.parent}")
 
 
 @pytest.fixture
 def copy(straight: Path, tmp_path: Path) -> Path:
     """A folder as a run leaves it that was killed after its last step."""
-    folder = tmp_path / "copy"
+    folder = tmp_path / "copy" / straight.name
     shutil.copytree(straight, folder)
     (folder / "summary.json").unlink()
     for step in checkpoint.steps(folder):
@@ -112,12 +118,12 @@ def test_a_broken_checkpoint_is_never_passed_over(home: Path, copy: Path, name: 
     assert last is not None
     for raw in ((last / name).read_bytes()[:200], b""):
         (last / name).write_bytes(raw)
-        with pytest.raises(CheckpointError, match=rf"{name}.*resume=never starts over$"):
-            prepared(home, copy)
+        with pytest.raises(CheckpointError, match=rf"{name}.*remove .*{copy.name} to start over"):
+            begun(home, copy)
     (last / name).unlink()
     if name != checkpoint.STATE:  # without it there is no such step
         with pytest.raises(CheckpointError, match=rf"{name} is missing"):
-            prepared(home, copy)
+            begun(home, copy)
     assert last.is_dir(), "nothing was moved"
 
 
@@ -129,10 +135,10 @@ def test_a_bit_that_fell_over_is_found(home: Path, copy: Path):
         raw[-1] ^= 1
         (last / name).write_bytes(raw)
         with pytest.raises(CheckpointError, match=f"{name} is damaged"):
-            prepared(home, copy)
+            begun(home, copy)
         raw[-1] ^= 1
         (last / name).write_bytes(raw)
-    assert prepared(home, copy).checkpoint == last
+    assert begun(home, copy).checkpoint == last
 
 
 def test_auto_is_no_other_precision_on_another_device(home: Path, copy: Path, processes: Any):
@@ -144,7 +150,7 @@ def test_auto_is_no_other_precision_on_another_device(home: Path, copy: Path, pr
     state[STATE]["precision"] = "bf16-mixed"
     edit(last, checkpoint.STATE, state)
     (copy / "summary.json").write_text(json.dumps({"status": "interrupted"}))
-    child = started(processes, arguments(home, "copy", f"folder={copy}"), log, no_death)
+    child = started(processes, copied(home, copy), log, no_death)
     child.join()
     assert child.exitcode == 1 and "error: trainer.precision" in log.read_text(), log.read_text()
 
@@ -185,6 +191,6 @@ def test_a_finished_run_can_be_prolonged_from_its_checkpoint(home: Path, straigh
     child = started(processes, given, log, no_death)
     child.join()
     assert child.exitcode == 0, log.read_text()
-    folder = home / "logs/longer/gsm/seed0"
+    folder = place_of(home, "longer", "trainer.max_steps=33", f"start_from={straight}", "start_fresh=false")
     assert {int(line.split(",")[0]) for line in lines(folder)[1:]} == {33}
     assert json.loads((folder / "summary.json").read_text())["steps"] == 33

@@ -15,6 +15,7 @@ import pytest
 from gsm.data.ingredients import BORDER, TEMPLATES, Haystack, Ingredients, open_haystack, open_keys
 from gsm.data.ruler import DEPTHS, NOISE, TASKS, Questions
 from gsm.data.tokenizer import Tokenizer
+from gsm.evaluation.ruler import score
 
 BYTES = Tokenizer.plain_bytes()
 # Sentences of one word each, all different, so that a place among them can be told.
@@ -44,11 +45,8 @@ def test_the_words_are_the_benchmarks_in_their_form_for_one_number():
     for old, new in (("Some", "A"), ("are all", "is"), ("are", "is"), ("{type}", "number")):
         question, prefix = question.replace(old, new), prefix.replace(old, new)
     ruler = TEMPLATES["ruler"]
-    assert ruler.needle == "One of the special magic {types} for {key} is: {value}."
-    assert (ruler.digits, ruler.one.new_tokens) == (7, 128)
-    words = {"type": "number", "key": "{key}"}
-    assert ruler.one.question.format(context="{context}", **words) == question
-    assert ruler.one.prefix.format(**words) == prefix
+    assert ruler.needle == "One of the special magic numbers for {key} is: {value}."
+    assert (ruler.digits, ruler.new_tokens, ruler.question, ruler.prefix) == (7, 128, question, prefix)
 
 
 def test_a_sample_among_lines_field_by_field():
@@ -67,7 +65,7 @@ def test_a_sample_among_lines_field_by_field():
     adjective, noun = key.split("-")
     assert adjective in MADE.keys.adjectives and noun in MADE.keys.nouns
     assert sample.length == len(sample.input + sample.answer_prefix) + 128, "a byte is a token here"
-    assert sample.index == 3 and sample.needles == (f"One of the special magic numbers for {key} is: {value}.",)
+    assert sample.index == 3 and sample.needle == f"One of the special magic numbers for {key} is: {value}."
 
 
 @pytest.mark.parametrize("task", OF_WORDS)
@@ -77,11 +75,31 @@ def test_every_task_has_its_needles_and_asks_for_one(task: str):
         sample = asking(task).sample(index, 2000)
         found = re.findall(r"One of the special magic numbers for [a-z]+-[a-z]+ is: (\d{7})\.", sample.input)
         assert len(found) == len(set(found)) == OF_WORDS[task].keys
-        (needle,) = sample.needles
+        needle = sample.needle
         assert sample.input.count(needle) == 1 and f" {sample.key} is: {sample.outputs[0]}." in needle
         assert sample.input.count(sample.key) == 2 and sample.answer_prefix.count(sample.key) == 1
         asked.add(found.index(sample.outputs[0]))
     assert asked == set(range(OF_WORDS[task].keys)), "any of them is asked for"
+
+
+def test_the_haystack_of_the_fourth_is_needles_with_other_keys():
+    for index in range(10):
+        sample = asking("niah_multikey_2").sample(index, 4500)
+        lines = sample.input.split("\n")[1:-1]
+        found = re.findall(r"One of the special magic numbers for (\S+) is: (\d{7})\.", "\n".join(lines))
+        assert len(lines) == len(found) > 20, "every line is one"
+        assert [value for key, value in found if key == sample.key] == list(sample.outputs)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_right_answer_scores_one_an_empty_one_nothing_and_no_sample_is_too_long(task: str, template: str):
+    questions = Questions(task, BYTES, Ingredients.choose(template))
+    length = {"ruler": 12_000, "short": 900}[template]
+    for index in range(4):
+        sample = questions.sample(index, length)
+        assert score(sample.answer, sample.outputs) == 1 and score("", sample.outputs) == 0
+        assert sample.length == len(BYTES.encode(sample.prompt)) + questions.new_tokens <= length
 
 
 @pytest.mark.parametrize("task", ["niah_single_2", "niah_multikey_1"])

@@ -60,7 +60,7 @@ def test_a_chain_of_thought_retrieves_verifies_and_answers_the_same_question():
         prompt, answer = spelled(cot, row)
         retrieved, verified, final = BYTES.decode(answer).split(". ")
         assert prompt == spelled(direct, row)[0] and answer[-1] == END
-        assert retrieved == f" told here: {sample.needles[0]}".rstrip(".") and sample.key in verified
+        assert retrieved == f" told here: {sample.needle}".rstrip(".") and sample.key in verified
         assert final == f"Final answer: {sample.outputs[0]}"
 
 

@@ -1,16 +1,15 @@
-"""Where a run starts, decided from what lies in its folder; the checkpoints here hold no weights."""
+"""A run in its folder: it is finished, goes on, begins, or waits; the checkpoints here hold no weights."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import errno
+import fcntl
 import json
 import os
-import re
 import signal
+import subprocess
 import sys
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,23 +22,20 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from short_runs import TINY
 from stored import store
 
-from gsm.checkpoint import newest
-from gsm.config import command_line
+from gsm.config.address import address
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
-from gsm.config.load import CheckpointError
+from gsm.config.load import CheckpointError, checkpoint_folder, digest, named, origin
 from gsm.evaluation.generate import generate
-from gsm.training import folder as run_folder
 from gsm.training import run as fit
 from gsm.training.callbacks.checkpoints import Latest
 from gsm.training.callbacks.interruption import Interrupted
 from gsm.training.callbacks.metrics_file import MetricsFile
-from gsm.training.folder import Start, differences, finished, make_room, prepare
+from gsm.training.folder import Begin, begin, compared_with_last, finished, held, note
 from gsm.training.resume import STATE
-from gsm.training.weights import begins
 
 TEXT = {"corpus": "a" * 64, "tokenizer": "b" * 64, "context": 32}
-SELECTION = {"_target_": "gsm.training.callbacks.selection.DenseFirst", "until": 0.5, "shrink": 0.25}
+OTHER = {**TEXT, "corpus": "c" * 64}
 
 
 @lru_cache
@@ -59,323 +55,179 @@ def config(folder: Path, **changes: Any) -> dict[str, Any]:
     return made
 
 
-def leave(folder: Path, status: str = "interrupted", **saved: Any) -> Path:
+def leave(folder: Path, status: str = "interrupted", started: str = "", **saved: Any) -> Path:
     """Write the folder of a run that ended at step 7, and return its checkpoint."""
     content = {"global_step": 7, "fingerprint": TEXT, STATE: {}, "hyper_parameters": {"config": config(folder)}}
     path = store(folder, **{**content, **saved})
-    (folder / "summary.json").write_text(json.dumps({"status": status}))
+    note(config(folder))
+    (folder / "summary.json").write_text(json.dumps({"status": status, "started": started}))
     return path
 
 
-def branch(folder: Path, path: Path, **changes: Any) -> dict[str, Any]:
-    """Return the configuration of a run that goes on from the checkpoint of another one."""
+def trained_on(folder: Path, path: Path, **changes: Any) -> dict[str, Any]:
+    """Return the configuration of a run that trains on from the checkpoint of another one."""
     return config(folder, start_from=str(path), start_fresh=False, **changes)
 
 
-def begin(config: dict[str, Any], **options: Any) -> Start:
-    """Return the start of a run that nothing refuses: an earlier run has moved."""
-    start = prepare(config, **options)
-    if start.moves:
-        make_room(config)
-    return start
-
-
-def same_text() -> dict[str, str | int]:
-    return dict(TEXT)
-
-
-def other_text() -> dict[str, str | int]:
-    return {**TEXT, "corpus": "c" * 64}
-
-
-@pytest.mark.parametrize(
-    ("changes", "counts"),
-    [
-        ({"callbacks__selection": SELECTION}, True),  # it trains, though it stands among what only watches
-        ({"callbacks__mine": {"_target_": "mine.Noise"}}, True),
-        ({"callbacks__selection": None}, False),
-        ({"callbacks__progress": None}, False),
-        ({"callbacks__latest": {"minutes": 30}}, False),
-        ({"data__cache_dir": "/elsewhere"}, False),
-        ({"trainer__val_check_interval": 3}, False),
-        ({"trainer__limit_val_batches": 3}, False),
-        ({"trainer__enable_checkpointing": True}, False),
-        ({"trainer__max_steps": 31}, True),
-        ({"seed": 3}, True),
-    ],
-    ids=str,
-)
-def test_what_trains_differently_counts_and_what_only_watches_does_not(
-    tmp_path: Path, changes: dict[str, Any], counts: bool
-):
-    assert bool(differences(config(tmp_path), config(tmp_path, **changes))) is counts
-
-
 def test_an_unfinished_run_goes_on_only_with_its_own_text(tmp_path: Path):
-    """A folder of texts that had grown since, and a tokenizer that was made anew, went unnoticed."""
-    folder = tmp_path / "run"
-    last = leave(folder)
-    assert prepare(config(folder), fingerprint=same_text).checkpoint == last
-    with pytest.raises(CheckpointError, match=r"data's corpus \(a{12}\.\.\. there, c{12}\.\.\. here\).*resume=never"):
-        prepare(config(folder), fingerprint=other_text)
-    with pytest.raises(CheckpointError, match=r"it differs in the data's corpus \(a{12}"):
-        prepare(branch(tmp_path / "other", last), fingerprint=other_text)
-    assert last.is_dir(), "nothing was moved"
-    leave(folder, fingerprint=None)
-    assert prepare(config(folder), fingerprint=other_text).checkpoint == last, "an older checkpoint does not say"
-
-
-@pytest.mark.parametrize(("key", "content"), [("data__path", "corpus"), ("data__tokenizer", "tokenizer")])
-def test_a_text_that_has_moved_is_the_same_run(tmp_path: Path, key: str, content: str):
-    """A run on the same bytes at another path was refused, or, finished, moved aside and trained again."""
-    folder, elsewhere, name = tmp_path / "run", {key: "/disk2/texts.json"}, key.replace("__", ".")
-
-    def other() -> dict[str, str | int]:
-        return {**TEXT, content: "c" * 64}
-
-    last = leave(folder)
-    assert prepare(config(folder, **elsewhere), fingerprint=same_text).checkpoint == last
-    with pytest.raises(CheckpointError, match=name):
-        prepare(config(folder, **elsewhere), fingerprint=other)
-    assert prepare(branch(tmp_path / "other", last, **elsewhere), fingerprint=same_text).checkpoint == last
-    with pytest.raises(CheckpointError, match=name):
-        prepare(branch(tmp_path / "other", last, **elsewhere), fingerprint=other)
-    leave(folder, "finished")
-    assert finished(config(folder, **elsewhere), same_text) and not finished(config(folder, **elsewhere), other)
-    assert finished(config(folder), lambda: pytest.fail("the same path: planning reads no text"))
-    assert prepare(config(folder, **elsewhere), fingerprint=same_text).finished
-    assert prepare(config(folder, **elsewhere), fingerprint=other).moves
-    for unknown in (None, {"context": 32}):  # an older checkpoint, and data of one's own
-        leave(folder, "finished", fingerprint=unknown)
-        assert not finished(config(folder, **elsewhere), same_text)
-
-
-def test_an_unfinished_run_of_another_configuration_is_not_moved_without_a_word(tmp_path: Path):
-    """A misspelt value moved days of training aside, and the run began at step 0."""
     last = leave(tmp_path / "run")
-    changed = config(tmp_path / "run", data__context=16)
-
-    def never() -> dict[str, str | int]:
-        raise AssertionError("the data need not be made to see that")
-
-    with pytest.raises(
-        CheckpointError, match=r"at step 7, differs in data.context \(32 there, 16 here\).*resume=never"
-    ):
-        prepare(changed, fingerprint=never)
+    assert begin(config(tmp_path / "run"), TEXT) == Begin(last, 7, own=True)
+    with pytest.raises(ConfigError, match=r"run differs in the data's corpus \(a{12}\.\.\. there, c{12}\.\.\. here\)"):
+        begin(config(tmp_path / "run"), OTHER)
+    with pytest.raises(ConfigError, match=r"start_fresh .* the data's corpus \(a{12}"):
+        begin(trained_on(tmp_path / "other", last), OTHER)
     assert last.is_dir()
-    assert begin({**changed, "resume": "never"}).moves
-    assert not last.exists()
 
 
-def test_a_finished_run_is_left_as_it_is(tmp_path: Path):
-    """A kill after `finished` was written, and the same command trained all of it again."""
+def test_a_text_that_has_moved_is_the_same_run(tmp_path: Path):
+    """Only then are the data of a finished run opened: planning reads no text."""
+    folder = tmp_path / "run"
+    leave(folder, "finished")
+    elsewhere = config(folder, data__path="/disk2/texts")
+    assert address(elsewhere) == address(config(folder))
+    assert finished(config(folder), lambda: pytest.fail("the same path"))
+    assert finished(elsewhere, lambda: TEXT)
+    with pytest.raises(ConfigError, match="the data's corpus"):
+        finished(elsewhere, lambda: OTHER)
+
+
+def test_a_run_is_not_finished_without_its_last_step(tmp_path: Path):
     last = leave(tmp_path / "run", "finished")
-    start = prepare(config(tmp_path / "run"), fingerprint=same_text)
-    assert start.finished and start.checkpoint is None and "is finished already" in start.sentence
-    assert last.is_dir()
-    assert not prepare(config(tmp_path / "run", resume="never")).finished
+    assert finished(config(tmp_path / "run"), lambda: TEXT)
+    (last / "state.json").unlink()
+    assert not finished(config(tmp_path / "run"), lambda: TEXT)
 
 
-def test_a_finished_run_on_other_text_or_measured_otherwise_is_moved_aside(tmp_path: Path):
-    leave(tmp_path / "run", "finished")
-    start = begin(config(tmp_path / "run"), fingerprint=other_text)
-    assert "finished and its configuration differs in the data's corpus" in start.reason
-    leave(tmp_path / "run", "finished")
-    assert "in trainer.limit_val_batches" in prepare(config(tmp_path / "run", trainer__limit_val_batches=1)).reason
+def test_other_weights_at_the_start_are_noticed(tmp_path: Path):
+    parent = leave(tmp_path / "parent", "finished")
+    child = trained_on(tmp_path / "run", parent)
+    leave(tmp_path / "run", started_from=digest(parent))
+    assert begin(child, TEXT).own
+    store(
+        tmp_path / "parent", state_dict={"model.x": torch.ones(3)}, global_step=7, training_state={}, fingerprint=TEXT
+    )
+    with pytest.raises(ConfigError, match="start_from"):
+        begin(child, TEXT)
 
 
-def test_an_interrupted_move_of_a_run_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The process is killed after the first file; one of the files marks the folder as a run's."""
-    leave(tmp_path / "run/train", "finished")
-    (tmp_path / "run/summary.json").write_text("{}")
-    (tmp_path / "run/results").mkdir()
-    moved, move = [], run_folder.shutil.move
-
-    def move_once(path: Path, target: Path) -> None:
-        assert not moved, "killed"
-        moved.append(move(path, target))
-
-    monkeypatch.setattr(run_folder.shutil, "move", move_once)
-    with pytest.raises(AssertionError, match="killed"):
-        begin(config(tmp_path / "run", resume="never"))
-    monkeypatch.setattr(run_folder.shutil, "move", move)
-    begin(config(tmp_path / "run", resume="never"))
-    assert not [path.name for path in (tmp_path / "run").iterdir()]
-
-
-def test_a_damaged_summary_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Once it counted as missing, and training went on without a message."""
-    last = leave(tmp_path / "run", "finished")
-    (tmp_path / "run/summary.json").write_text('{"status": "fin')
-    assert prepare(config(tmp_path / "run"), fingerprint=same_text).checkpoint == last
-    assert re.search(r"run/summary.json is damaged .*. Delete it", capsys.readouterr().err)
-
-
-def test_an_earlier_run_stays_in_its_place_until_the_start_makes_room(tmp_path: Path):
-    """Once a refused command moved a finished run away."""
-    last = leave(tmp_path / "run", "finished")
-    changed = config(tmp_path / "run", seed=4)
-    assert prepare(changed).moves and finished(config(tmp_path / "run"))
-    assert newest(make_room(changed)) is not None and not last.exists()
-
-
-@pytest.mark.parametrize("fresh", [False, True])
-def test_a_checkpoint_that_would_have_to_make_room_is_no_start(tmp_path: Path, fresh: bool):
-    """Once it was moved away, and then missing."""
-    origin = leave(tmp_path / "run", "finished")
+def test_a_damaged_step_has_a_remedy(tmp_path: Path):
+    before = leave(tmp_path / "run")
+    last = leave(tmp_path / "run", global_step=9)
+    (last / "model.safetensors").write_bytes(b"half")
     with pytest.raises(
-        ConfigError, match=f"start_from={origin} is not allowed because it lies in the folder of the new"
+        CheckpointError, match=f"remove .*run to start over, or .*{last.name} to go on from {before.name}"
     ):
-        prepare(branch(tmp_path / "run", origin, resume="never") | {"start_fresh": fresh})
-    other = branch(tmp_path / "other", origin) | {"start_fresh": fresh}
-    assert prepare(other).checkpoint == (None if fresh else origin)
-
-
-def test_notes_of_hydra_alone_are_no_earlier_run(tmp_path: Path):
-    """Each repetition of a start that Lightning refused moved two yamls to `.replaced`."""
-    (tmp_path / "run/.hydra").mkdir(parents=True)
-    assert not prepare(config(tmp_path / "run")).moves
-
-
-def test_a_branch_keeps_the_curve_of_the_run_that_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Once the curve was cut at the step of the branch, and then moved."""
-    monkeypatch.setattr(fit.report, "header", lambda *_: "")
-    origin = leave(tmp_path / "old")
-    leave(tmp_path / "run", "finished")
-    file = MetricsFile(tmp_path / "run/metrics.csv")
-    for step in (5, 7, 9):
-        file.log_metrics({"train/loss": 1.0}, step)
-    curve = file.path.read_text()
-    settings = branch(tmp_path / "run", origin, resume="never")
-    trainer, summary = SimpleNamespace(loggers=[file]), SimpleNamespace(facts={})
-    parts: Any = SimpleNamespace(config=settings, trainer=trainer, data=SimpleNamespace(resumes=True), summary=summary)
-    with contextlib.ExitStack() as stack:
-        fit._begin(parts, prepare(settings), stack)
-    assert not file.path.exists()
-    (moved,) = (tmp_path / "logs/.replaced").rglob("metrics.csv")
-    assert moved.read_text() == curve
-
-
-@pytest.mark.parametrize("branches", [True, False])
-def test_parts_that_are_damaged_have_a_remedy_that_helps(tmp_path: Path, branches: bool):
-    """Once a branch got the advice resume=never, which reads the same parts again."""
-    settings = branch(tmp_path / "run", leave(tmp_path / "old")) if branches else config(tmp_path / "run")
-    if not branches:
-        leave(tmp_path / "run")
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise CheckpointError("a part is missing")
-
-    trainer = SimpleNamespace(callbacks=[], is_global_zero=False, fit=refuse)
-    parts: Any = SimpleNamespace(config=settings, trainer=trainer, task=None, data=None)
-    remedy = "another start_from=, or start_fresh=true" if branches else "resume=never to start over"
-    with pytest.raises(CheckpointError, match=f"^a part is missing; use {remedy}"):
-        fit._fit(parts, prepare(settings))
-
-
-def test_a_finished_run_with_another_configuration_is_moved_aside(tmp_path: Path):
-    leave(tmp_path / "run", "finished")
-    reason = prepare(config(tmp_path / "run", seed=4)).reason
-    assert "it is finished and its configuration differs in seed (0 there, 4 here)" in reason
-    longer = begin(config(tmp_path / "run", trainer__max_steps=40))
-    assert "it is finished and its configuration differs in trainer.max_steps (30 there, 40 here)" in longer.reason
-    assert longer.checkpoint is None and not (tmp_path / "run/checkpoints").exists()
+        begin(config(tmp_path / "run"), TEXT)
 
 
 @pytest.mark.parametrize(
-    ("changes", "difference"),
+    ("changes", "key"),
     [
-        ({"global_batch": 4}, r"global_batch \(8 there, 4 here\)"),
-        ({"model__state_size": 6}, r"model.state_size \(.* there, 6 here\)"),
-        ({"optimizer__learning_rate": 0.5}, r"optimizer.learning_rate \(.* there, 0.5 here\)"),
-        ({"seed": 3}, r"seed \(0 there, 3 here\)"),
+        ({"global_batch": 4}, "global_batch"),
+        ({"model__state_size": 6}, "model.state_size"),
+        ({"optimizer__learning_rate": 0.5}, "optimizer.learning_rate"),
+        ({"seed": 3}, "seed"),
     ],
 )
-def test_a_checkpoint_of_another_configuration_is_refused_with_what_differs(
-    tmp_path: Path, changes: dict[str, Any], difference: str
-):
+def test_a_run_trains_on_only_with_the_settings_of_the_other(tmp_path: Path, changes: dict[str, Any], key: str):
     last = leave(tmp_path / "old")
-    with pytest.raises(CheckpointError, match=f"cannot go on with this configuration: it differs in {difference}"):
-        prepare(branch(tmp_path / "run", last, **changes))
+    with pytest.raises(ConfigError, match=rf"^start_fresh .*{key} \("):
+        begin(trained_on(tmp_path / "run", last, **changes), TEXT)
+    ending = {"trainer__max_steps": 40, "optimizer__decay_fraction": 0.5}
+    assert begin(trained_on(tmp_path / "run", last, **ending), TEXT) == Begin(last, 7)
+    assert begin(trained_on(tmp_path / "run", last, data__batch_size=2, trainer__devices=4), TEXT) == Begin(last, 7)
 
 
-def test_a_branch_is_not_undone_by_the_same_command(tmp_path: Path):
-    """Once the repeated command began at the path again, and lost the training."""
-    origin = leave(tmp_path / "pretrained", "finished")
-    settings = branch(tmp_path / "run", tmp_path / "pretrained")
-    assert prepare(settings, fingerprint=same_text).checkpoint == origin
-    last = leave(tmp_path / "run", started_from=begins(settings))
-    assert prepare(settings, fingerprint=same_text).checkpoint == last
-    with pytest.raises(CheckpointError, match="the weights it starts from"):
-        prepare(config(tmp_path / "run"), fingerprint=same_text)
+def test_a_run_that_is_shorter_than_the_step_it_begins_with_is_refused(tmp_path: Path):
+    last = leave(tmp_path / "old")
+    with pytest.raises(CheckpointError, match="^trainer.max_steps must be at least 7"):
+        begin(trained_on(tmp_path / "run", last, trainer__max_steps=6), TEXT)
+    assert begin(trained_on(tmp_path / "run", last, trainer__max_steps=7), TEXT).step == 7
 
 
-def test_a_run_that_is_shorter_than_the_checkpoint_it_begins_with_is_refused(tmp_path: Path):
-    """It trained nothing, and was called finished with more steps than it had; as many are left to be validated."""
-    origin = leave(tmp_path / "old")
-    with pytest.raises(CheckpointError, match=f"trainer.max_steps=6 is not allowed because {origin} is of step 7"):
-        prepare(branch(tmp_path / "run", origin, trainer__max_steps=6))
-    assert prepare(branch(tmp_path / "run", origin, trainer__max_steps=7)).step == 7
+def test_a_model_alone_is_not_trained_on(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="model alone"):
+        begin(trained_on(tmp_path / "run", Path("needle_gsm")), TEXT)
 
 
-def test_what_to_type_starts_nothing_over(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(command_line, "prepared", True)
-    monkeypatch.setattr(sys, "argv", ["train.py", "seed=1", "name=old run", "resume=never"])
-    assert command_line.again().split(" ", 1)[1] == "train.py seed=1 'name=old run'"
+def test_a_new_run_beside_one_of_its_label_names_what_differs(tmp_path: Path):
+    """A typing error in a repeated command starts a run from nothing, and should be seen."""
+    assert compared_with_last(config(tmp_path / "gsm-seed0-11111111", label="gsm-seed0")) == ""
+    leave(tmp_path / "gsm-seed0-22222222", started="2026-01-01")
+    leave(tmp_path / "gsm-seed0-33333333", started="2026-01-02")
+    new = config(tmp_path / "gsm-seed0-11111111", label="gsm-seed0", optimizer__learning_rate=0.5)
+    assert "gsm-seed0-33333333: it differs in optimizer.learning_rate (" in compared_with_last(new)
 
 
-@pytest.mark.parametrize(("batch", "devices"), [(8, 1), (1, 4), (2, "auto")])
-def test_a_step_may_be_divided_otherwise(tmp_path: Path, batch: int, devices: int | str):
-    """What four devices have begun, two can end: global_batch stays."""
+def test_the_address_of_a_run_may_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name, status, started in (
+        ("gsm-seed1-11111111", "finished", "2026-01-01"),
+        ("gsm-seed1-22222222", "finished", "2026-01-02"),
+        ("gsm-seed1-33333333", "interrupted", "2026-01-03"),
+        ("gsm-seed10-44444444", "finished", "2026-01-04"),
+    ):
+        leave(tmp_path / name, status, started)
+    assert [path.name[-8:] for path in named(tmp_path / "gsm-seed1")] == ["1" * 8, "2" * 8, "3" * 8]
+    assert checkpoint_folder(tmp_path / "gsm-seed1").parents[1].name == "gsm-seed1-22222222"
+    assert "gsm-seed1-22222222, the newest of 3 runs" in capsys.readouterr().err
+    assert checkpoint_folder(tmp_path / "gsm-seed10").parents[1].name == "gsm-seed10-44444444"
+    assert not capsys.readouterr().err
+    with pytest.raises(ConfigError, match="^start_from .*gsm-seed1-11111111"):
+        origin(str(tmp_path / "gsm-seed1"))
+
+
+def test_the_origin_of_weights_is_a_run_and_its_step_or_the_weights_themselves(tmp_path: Path):
     last = leave(tmp_path / "run")
-    options = {"trainer__devices": devices, "data__batch_size": batch}
-    assert prepare(config(tmp_path / "run", **options)).checkpoint == last
-    assert prepare(branch(tmp_path / "other", last, **options)).checkpoint == last
-    with pytest.raises(CheckpointError, match=r"differs in .*global_batch \(8 there, 24 here"):
-        prepare(config(tmp_path / "run", global_batch=24, **options))
+    here = address(config(tmp_path / "run"))
+    assert origin(str(last))[1]["run"] == here and origin(str(last))[1]["step"] == 7
+    leave(tmp_path / "run", "finished")
+    assert origin(str(tmp_path / "run"))[1] == {**origin(str(last))[1], "step": None}, "its end has no number"
+    assert origin("needle_gsm")[1].keys() == {"weights"}
 
 
-@pytest.mark.parametrize("way", [["trainer=ddp", "trainer.devices=2"], ["trainer=default"]], ids=str)
-def test_what_other_devices_have_begun_the_cpu_can_end(way: list[str]):
-    """`trainer=cpu` alone was refused: it asked for trainer.accelerator=auto and trainer.precision=auto."""
-    begun = compose([*(word for word in TINY if word != "trainer=cpu"), *way, "data.path=/texts", "logs=/logs"])
-    assert not differences(begun, composed(), divided=True) and not differences(composed(), begun, divided=True)
+WAITS = """
+import sys
+from pathlib import Path
+from gsm.training.folder import held
+config = {CONFIG}
+with held(config) as found:
+    print("held", found["folder"], flush=True)
+    Path(found["folder"]).mkdir(exist_ok=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_process_waits_and_finds_the_folder_of_the_first(tmp_path: Path):
+    """It has another label, and so would have another folder."""
+    one, two = (config(tmp_path / f"{label}-{address(composed())}", label=label) for label in ("one", "two"))
+
+    def started(made: dict[str, Any]) -> subprocess.Popen[str]:
+        program = WAITS.replace("{CONFIG}", repr(made))
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        return subprocess.Popen([sys.executable, "-c", program], text=True, **pipes)
+
+    first = started(one)
+    assert first.stdout
+    held_by_first = first.stdout.readline()
+    second = started(two)
+    assert second.stdout and "Waiting for another process" in second.stdout.readline()
+    first.communicate("end")
+    assert held_by_first and second.communicate("end")[0] == held_by_first
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_disk_without_locks_is_trained_on(
-    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    """Nothing could be trained on NFS without its daemon of locks, or on Lustre."""
+def test_a_disk_without_locks_is_trained_on(tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch):
+    """The file names the process that trains; where there is none, nothing is refused."""
 
     def refuse(*_: Any) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("fcntl.flock", refuse)
-    with run_folder.locked(tmp_path):
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    made = config(tmp_path / f"x-{address(composed())}")
+    with held(made), pytest.raises(ConfigError, match=rf"process {os.getpid()} on .*remove .*\.locks"), held(made):
         pass
-    printed = capsys.readouterr().err
-    assert printed.startswith(f"{tmp_path} cannot be locked (") and len(printed.splitlines()) == 1
-
-
-def test_files_that_are_no_run_are_not_moved(tmp_path: Path):
-    """`folder=.` moved everything that lay in the working folder."""
-    (tmp_path / "thesis.tex").write_text("x")
-    (tmp_path / "events.out.tfevents.1").write_text("x")
-    for resume in ("auto", "never"):
-        with pytest.raises(ConfigError, match=r"holds thesis\.tex, which no run has written\. Use an empty folder="):
-            prepare(config(tmp_path, resume=resume))
-    assert (tmp_path / "thesis.tex").is_file()
-    (tmp_path / "thesis.tex").unlink()
-    assert begin(config(tmp_path, logs=str(tmp_path.with_name("aside")))).moves
-
-
-def test_a_run_that_was_measured_otherwise_is_trained_again_for_a_table(tmp_path: Path):
-    leave(tmp_path, "finished")
-    assert finished(config(tmp_path))
-    assert finished(config(tmp_path, trainer__val_check_interval=7))
-    assert not finished(config(tmp_path, trainer__limit_val_batches=1))
-    assert not finished(config(tmp_path, seed=1))
+    with held(made):
+        pass
 
 
 def test_a_text_shorter_than_a_sequence_is_one_sentence(tmp_path: Path):
@@ -384,25 +236,6 @@ def test_a_text_shorter_than_a_sequence_is_one_sentence(tmp_path: Path):
     data = {**composed()["data"], "path": str(tmp_path / "text"), "cache_dir": str(tmp_path), "context": 1_000_000}
     with pytest.raises(ConfigError, match="^data: "):
         fit.open_data({"data": data})
-
-
-def test_the_runs_of_an_experiment_say_sentences_too(monkeypatch: pytest.MonkeyPatch):
-    """They inherited HYDRA_FULL_ERROR, which the parent sets for itself, and took it for the user's."""
-    for name in ("HYDRA_FULL_ERROR", command_line.OURS):
-        monkeypatch.delenv(name, raising=False)
-    hooks: Callable[[], Any] = lambda: sys.excepthook  # noqa: E731
-    monkeypatch.setattr("threading.excepthook", None)
-    monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
-    for number, wanted in enumerate([True, True]):  # the parent, and a child, which inherits its environment
-        monkeypatch.setattr(sys, "excepthook", None)
-        command_line.prepare()
-        assert (getattr(hooks(), "func", None) is command_line._say) is wanted, number
-    monkeypatch.setattr(sys, "excepthook", None)
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    monkeypatch.delenv(command_line.OURS)
-    command_line.prepare()
-    assert hooks() is None, "the user wants tracebacks"
-    assert os.environ["HYDRA_FULL_ERROR"] == "1"
 
 
 def test_a_save_that_takes_long_is_not_repeated_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -373,7 +373,7 @@ def test_a_wrong_entry_of_runs_is_refused(wrong: Any, message: str):
 
 
 def test_a_run_that_does_not_compose_is_named_before_anything_trains(asked: Callable[..., Experiment]):
-    with pytest.raises(ConfigError, match="^arm gsm: run b: unknown key 'data.contxt'; did you mean context"):
+    with pytest.raises(ConfigError, match="^arm gsm: run b: .*data.contxt"):
         asked("runs={a: null, b: {after: a, data.contxt: 64}}").trials()
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from short_runs import arguments, at_call, count_calls, lines, no_death, scalars, sent, started
+from short_runs import arguments, at_call, count_calls, lines, no_death, place_of, scalars, sent, started
 from stored import same
 
 from gsm import checkpoint, files
@@ -109,7 +109,7 @@ DEATHS = [
 def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(home: Path, processes: Any, straight: Path):
     """Once it is finished, it is left as it is: it was moved aside, and trained again from the first step."""
     chance, log = random.Random(int(os.environ.get("GSM_TEST_SEED", "0"))), home / "killed.log"
-    folder, deaths = home / "logs/killed/gsm/seed0", [DEATHS[kill % len(DEATHS)] for kill in range(KILLS)]
+    folder, deaths = place_of(home, "killed"), [DEATHS[kill % len(DEATHS)] for kill in range(KILLS)]
     finished, code = False, 0
     for death in [*deaths, killed_in_the_last_validation]:
         injected = partial(death, chance.randint(2, 12))
@@ -127,11 +127,11 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(home: Pat
     child = started(processes, arguments(home, "killed"), log, killed_once_it_is_finished)
     child.join()
     assert child.exitcode == -signal.SIGKILL, log.read_text()
-    before = {file: file.stat().st_mtime_ns for file in folder.rglob("*") if file.name != ".lock"}
+    before = {file: file.stat().st_mtime_ns for file in folder.rglob("*")}
     child = started(processes, arguments(home, "killed"), log, no_death)
     child.join()
     assert child.exitcode == 0 and "is finished already" in log.read_text()
-    assert {file: file.stat().st_mtime_ns for file in folder.rglob("*") if file.name != ".lock"} == before
+    assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == before
     assert not list(folder.rglob("*.partial")), "what was half written has to be swept away"
     assert_same_run(folder, straight)
 
@@ -151,7 +151,7 @@ def test_a_run_that_a_callback_ends_is_finished(home: Path, processes: Any):
         "stopped": [no_death, no_death],
         "killed-stopped": [killed_in_the_conclusion, no_death],
     }.items():
-        folders.append(home / f"logs/{name}/gsm/seed0")
+        folders.append(place_of(home, name, *STOPPED))
         for death in deaths:
             child = started(processes, arguments(home, name, *STOPPED), log, death)
             child.join()
@@ -163,7 +163,8 @@ def test_a_run_that_a_callback_ends_is_finished(home: Path, processes: Any):
     branch = [*STOPPED, f"start_from={folders[0]}", "start_fresh=false"]
     child = started(processes, arguments(home, "stopped-branch", *branch), log, no_death)
     child.join()
-    assert json.loads((home / "logs/stopped-branch/gsm/seed0/summary.json").read_text())["steps"] > 14, log.read_text()
+    folder = place_of(home, "stopped-branch", *branch)
+    assert json.loads((folder / "summary.json").read_text())["steps"] > 14, log.read_text()
 
 
 @pytest.mark.slow
@@ -172,7 +173,7 @@ def test_signals_end_a_run_where_nothing_is_pending_and_the_same_call_goes_on(
 ):
     """In the middle of an accumulated step, and in a validation inside of a step: at the end of the logging interval,
     which has three steps of two batches. So nothing that was trained is lost."""
-    log, folder = home / "signals.log", home / "logs/signals/gsm/seed0"
+    log, folder = home / "signals.log", place_of(home, "signals")
     signals = [
         (signal.SIGTERM, 143, ("training_step", 7), 6),
         (signal.SIGINT, 130, ("validation_step", 1), 9),

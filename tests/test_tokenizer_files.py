@@ -19,6 +19,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from gsm.data.corpus import Corpus
 from gsm.data.module import TextData
 from gsm.data.tokenizer import Tokenizer
+from gsm.errors import ConfigError
 from gsm.models.checks import IGNORED
 
 AWKWARD = ["", "plain", "naïve — 東京 🐍\r\n\t x", "a</s>b<|endoftext|>", "\x00\x7f", "    if a:\n        return  b"]
@@ -95,10 +96,9 @@ def test_an_unusual_end_of_text_is_named(tmp_path: Path) -> None:
     bpe = byte_level("[STOP]")
     path = saved(bpe, tmp_path)
     assert Tokenizer.from_file(path, "[STOP]").end_of_text == bpe.token_to_id("[STOP]")
-    with pytest.raises(ValueError, match=r"none of .*set data.end_of_text to .*<think>, \[STOP\]"):
-        Tokenizer.from_file(path)
-    with pytest.raises(ValueError, match=r"no token '\[END\]' to end a document with; set data.end_of_text"):
-        Tokenizer.from_file(path, "[END]")
+    for unknown in (None, "[END]"):
+        with pytest.raises(ConfigError, match="end_of_text"):
+            Tokenizer.from_file(path, unknown)
 
 
 def test_a_folder_and_a_packed_file_are_found(tmp_path: Path) -> None:
@@ -155,14 +155,6 @@ def test_the_ids_of_a_long_text_are_those_of_its_parts(make: Any, tmp_path: Path
     parts = list(tokenizer.parts(text))
     assert "".join(parts) == text and (len(parts) > 100 or make is lower_case)
     assert [token for row in tokenizer.encode_batch(parts) for token in row] == tokenizer.encode(text)
-
-
-def test_a_panic_of_the_library_is_one_sentence(tmp_path: Path) -> None:
-    """It is no `Exception`, and went through every handler."""
-    bpe = byte_level()
-    bpe.normalizer = normalizers.Replace(tokenizers.Regex("(a+)+$"), "b")
-    with pytest.raises(ValueError, match="the tokenizer cannot encode this text: .*retry-limit"):
-        Tokenizer.from_file(saved(bpe, tmp_path)).encode("a" * 40 + "c")
 
 
 def test_a_surrogate_without_a_partner_is_the_replacement_character(tmp_path: Path) -> None:

@@ -77,22 +77,6 @@ def test_a_run_prints_one_screen_of_plain_text(run: tuple[Path, str]):
         assert expected in printed.replace("'", ""), "a path with blanks has quotes"
 
 
-@pytest.mark.parametrize(
-    ("word", "sentence"),
-    [
-        ("model.indxer=1", "error: unknown key 'model.indxer'; did you mean indexer_weight"),
-        ("model.indexer_weight=-1", "error: model.indexer_weight=-1 is not allowed because it is below 0. Use 0 or"),
-    ],
-)
-def test_a_wrong_command_ends_with_one_sentence_and_leaves_nothing(
-    word: str, sentence: str, tmp_path: Path, processes: Any
-):
-    done = typed(processes, tmp_path, "train.py", *arguments(tmp_path), word)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(sentence) and len(done.stderr.splitlines()) == 1
-    assert not (tmp_path / "logs").exists()
-
-
 def test_a_run_leaves_its_folder(run: tuple[Path, str]):
     folder, _ = run
     for name in (
@@ -181,25 +165,6 @@ def test_a_model_that_diverged_is_refused_in_one_sentence(run: tuple[Path, str],
 def test_generate_says_how_much_would_fit(run: tuple[Path, str]):
     with pytest.raises(ConfigError, match=r"^out of memory: .* [1-9][\d,]* tokens would fit, prompt and new"):
         generate(str(run[0]), prompt="a", max_new_tokens=2**31 - 2, device="cpu")
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["promt=a"], "unknown argument 'promt'; did you mean prompt"),
-        (["seed=x"], "seed is 'x', but takes int"),
-        (["prompt=a"], "generate.py needs checkpoint="),
-        (["checkpoint=nowhere", "temperature=-1"], "temperature .* got -1.0"),
-        (["checkpoint=nowhere.ckpt"], "no checkpoint at nowhere.ckpt"),
-        (
-            ["checkpoint=nowhere", "prompt_file=nothing.txt"],
-            "prompt_file=nothing.txt is not allowed because it cannot be read",
-        ),
-    ],
-)
-def test_generate_explains_what_it_cannot_use(given: list[str], said: str):
-    with pytest.raises(SystemExit, match=f"^error: {said}"):
-        command_line.call(generate, "generate.py", given)
 
 
 def test_a_bad_checkpoint_is_explained(run: tuple[Path, str], tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Atomic writes of files, and reads of files that are not trusted.
+"""Atomic writes of files, and reads of files that may be damaged.
 
 A written file is complete or missing, even if the process or the machine stops.
 """
@@ -6,37 +6,16 @@ A written file is complete or missing, even if the process or the machine stops.
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import uuid
-import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
-
 BLOCK = 1 << 22  # bytes per read
 LARGEST = 1 << 27  # largest file that is read at once, in bytes
-DIRECTORY = 0x10  # ZIP directory flag; PyTorch reads an entry with this flag as zeros, so it is rejected
-NUMBER, NONE = (int, float, type(None)), type(None)
-SHAPES: dict[str, Any] = {  # required structure of files that several commands read; see `misshapen`
-    "summary.json": {
-        **dict.fromkeys(["status", "reason", "run", "curves"], (str, NONE)),
-        **dict.fromkeys(["steps", "tokens", "train_seconds"], NUMBER),
-        **dict.fromkeys(["choices", "versions", "kernels"], ({...: (str, NONE)}, NONE)),
-        "fingerprint": ({...: (str, int)}, NONE),
-        "data": (Mapping, NONE),
-        "runs": ({...: Mapping}, NONE),
-        "metrics": ({...: (*NUMBER, [[NUMBER]])}, NONE),  # the lists are sums by document
-        "by_length": ({...: {...: NUMBER}}, NONE),
-        "by_load": ({...: {...: NUMBER}}, NONE),
-    },
-    "experiment.json": {"arms": {...: [str]}, "table": [str], "overrides": [str], "tuned": {...: Mapping}},
-}
 DAMAGED = "{} is damaged ({}). Delete it, and run the command that wrote it again"
 PARTIAL = ".{}.partial"  # temporary name while writing; `{}` is the file's name and a unique suffix
 
@@ -78,16 +57,6 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None
     write_whole(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
-def save_whole(content: Any, path: str | os.PathLike[str]) -> None:
-    """Save with ``torch.save``, atomically. Raises OSError.
-
-    The content is serialised in memory first, because PyTorch's writer hides the reason for an error of the disk.
-    """
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    write_whole(path, buffer.getbuffer())
-
-
 def read_text(path: str | os.PathLike[str]) -> str:
     """Read a file of UTF-8 as text, without a byte order mark.
 
@@ -126,76 +95,11 @@ def damage(path: str | os.PathLike[str]) -> str:
 
 
 def sound(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the object in a JSON file. Raises OSError, ValueError or RecursionError for a damaged file.
-
-    The object must have the structure that `SHAPES` defines for the file's name, and numbers and strings that a JSON
-    writer can produce.
-    """
-    text = read_text(path)
-    value = json.loads(text, parse_int=_whole_number)
-    if "\\ud" in text.lower():
-        json.dumps(value, ensure_ascii=False).encode()  # fails for a lone surrogate, which no terminal can show
-    wrong = next(misshapen(value, SHAPES.get(Path(path).name, Mapping)), None)
-    if wrong:
-        raise ValueError(wrong)
+    """Read the object in a JSON file. Raises OSError, ValueError or RecursionError for a damaged file."""
+    value = json.loads(read_text(path))
+    if not isinstance(value, dict):
+        raise ValueError(f"its content must be an object, got {value!r:.40}")
     return value
-
-
-def _whole_number(digits: str) -> int:
-    if len(digits) > 20:
-        raise ValueError(f"it has a number of {len(digits)} digits")
-    return int(digits)
-
-
-def misshapen(value: Any, shape: Any, place: str = "") -> Iterator[str]:
-    """Yield a description of every difference between a value and its required shape.
-
-    Args:
-        value: plain containers.
-        shape: a type; a tuple of alternatives; a dict with the shape of each key (``...`` for all other keys); a list
-            with the shape of its elements.
-        place: name of the value in the descriptions.
-    """
-    shapes = shape if isinstance(shape, tuple) else (shape,)
-    kinds = tuple(Mapping if isinstance(kind, dict) else list if isinstance(kind, list) else kind for kind in shapes)
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        yield f"{place or 'its content'} is {value!r:.40}"
-    for kind in shapes:
-        if isinstance(kind, list) and isinstance(value, list):
-            for number, element in enumerate(value):
-                yield from misshapen(element, kind[0], f"{place}[{number}]")
-        if isinstance(kind, dict) and isinstance(value, Mapping):
-            for key, element in value.items():
-                below = kind.get(key, kind.get(...))
-                if below is not None:
-                    yield from misshapen(element, below, f"{place}.{key}" if place else str(key))
-
-
-class Damaged(ValueError):
-    """A file is damaged; the message names the part."""
-
-
-def verify_archive(file: BinaryIO | str | os.PathLike[str], tensors: bool = True) -> None:
-    """Verify the checksums in a file that `torch.save` wrote; PyTorch does not verify them.
-
-    Args:
-        file: its path, or a file to read from.
-        tensors: whether to verify the bytes of tensors too, and not only their descriptions.
-
-    Raises:
-        Damaged: the checksum of a part is wrong, or it is no such file.
-    """
-    try:
-        with zipfile.ZipFile(file) as archive:
-            for part in archive.infolist():
-                if part.external_attr & DIRECTORY:
-                    raise Damaged(f"{part.filename} is marked as a folder")
-                if tensors or "/data/" not in part.filename:
-                    with archive.open(part) as content:
-                        while content.read(BLOCK):
-                            pass
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError, OSError, zlib.error) as error:
-        raise Damaged(str(error) or type(error).__name__) from error
 
 
 def sweep(*folders: Path) -> None:

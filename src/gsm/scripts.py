@@ -48,10 +48,7 @@ def train() -> None:
         with command_line.errors_as_sentences():
             training.train(composed)
         return
-    try:
-        hydra.main(version_base="1.3", config_path=str(paths.configs()), config_name="train")(run)()
-    except command_line.JobFailed:
-        raise SystemExit(1) from None
+    hydra.main(version_base="1.3", config_path=str(paths.configs()), config_name="train")(run)()
 
 
 def evaluate() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import gsm.experiments.execute  # noqa: F401 - what train.py imports late: whoever is forked from here has it
 from gsm.checkpoint import read
-from gsm.config.command_line import REMEDIES, errors_as_sentences
+from gsm.config.command_line import errors_as_sentences
 from gsm.config.compose import compose
 from gsm.config.load import instantiate
 from gsm.training import run
@@ -18,7 +18,6 @@ from gsm.training.run import Parts, build_model, open_data, train
 from gsm.training.trainer import build as build_trainer
 
 __all__ = [
-    "REMEDIES",
     "build",
     "commit",
     "compose",

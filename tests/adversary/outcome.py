@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 import gsm_kernels
-from adversary.inside import REMEDIES
 from gsm.paths import PACKAGE, ROOT
 from gsm_kernels.cpu import native
 
@@ -221,7 +220,7 @@ def fault(error: BaseException, names: tuple[str, ...]) -> str:
         if not (isinstance(error.code, str) and error.code.startswith("error: ")):
             return "it left without a sentence"
         said = error.code
-    elif isinstance(error, OSError) and error.errno in REMEDIES:
+    elif isinstance(error, OSError) and error.errno is not None:
         said = f"{error.filename} {error.strerror}"
     elif type(error) in (ValueError, FloatingPointError, FileNotFoundError, OSError):
         last = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,10 @@ def of_all_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in decisive(config).items() if key.rpartition(".")[2] not in ("seed", "run")}
 
 
-def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Return the keys in which the training of two configurations differs, as ``seed (0 there, 1 here)``."""
-    first, second = decisive(there), decisive(here)
+def differences(there: Mapping[str, Any], here: Mapping[str, Any], without: Collection[str] = ()) -> list[str]:
+    """Return the keys in which the training of two configurations differs, as ``seed (0 there, 1 here)``; but for those
+    ``without`` which they are compared."""
+    first, second = (_without(decisive(one), without) for one in (there, here))
     keys = sorted(first.keys() | second.keys(), key=lambda key: (key.startswith("model."), key))
     return contrast(first, second, keys)
 

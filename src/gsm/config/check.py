@@ -11,7 +11,6 @@ import collections.abc
 import difflib
 import importlib
 import inspect
-import math
 import re
 import types
 import typing
@@ -31,11 +30,6 @@ SEQUENCES = (list, tuple, collections.abc.Sequence, collections.abc.Iterable, co
 
 PATHS = ("logs", "folder", "start_from")
 PLACES = ("name", "arm", *PATHS)
-RANGES: dict[str, tuple[float, float | None]] = {  # of numbers that no part takes; a part checks its own
-    "seed": (0, 2**32 - 1),
-    "jobs": (1, None),
-    "global_batch": (1, None),
-}
 
 
 def check(config: Mapping[str, Any], reference: Mapping[str, Any]) -> None:
@@ -54,17 +48,15 @@ def check(config: Mapping[str, Any], reference: Mapping[str, Any]) -> None:
     def rank(item: tuple[str, Any]) -> tuple[bool, bool, bool]:
         return isinstance(item[1], Mapping), item[0] not in sources, item[0] == "model"
 
-    ordered = sorted(config.items(), key=rank)
-    _check_numbers(flat(dict(ordered)))
-    if not fits(config.get("global_batch", 1), int):
-        raise ConfigError(f"global_batch must be a whole number of sequences, got {config['global_batch']!r}")
-    for key, value in ordered:
+    for key, value in sorted(config.items(), key=rank):
         if key not in reference:
             raise unknown("key", key, reference, "the configuration")
         if isinstance(reference[key], int) and not fits(value, type(reference[key])):
             raise ConfigError(f"{key} is {value!r} ({type(value).__name__}), but takes {type(reference[key]).__name__}")
         if isinstance(value, Mapping):
             _check_mapping(value, reference[key], key)
+    within(0, 2**32 - 1, seed=config.get("seed"))
+    within(1, jobs=config.get("jobs"))
 
 
 def check_place(key: str, value: Any) -> None:
@@ -165,18 +157,6 @@ def fits(value: Any, hint: Any) -> bool:
         inner = [option for option in typing.get_args(hint) if option is not ...]
         return isinstance(value, list | tuple) and (len(inner) != 1 or all(fits(item, inner[0]) for item in value))
     return True
-
-
-def _check_numbers(values: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a number that is not finite, or outside of `RANGES`."""
-    for key, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        if not math.isfinite(value):
-            raise ConfigError(f"{key}={value} is not allowed because it is not finite. Use a finite number.")
-        if key in RANGES:
-            low, high = RANGES[key]
-            within(low, high, **{key: value})
 
 
 def _check_mapping(node: Mapping[str, Any], reference: Any, path: str) -> None:

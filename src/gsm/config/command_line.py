@@ -1,10 +1,9 @@
-"""The common part of the scripts at the root: a check of the arguments before Hydra, and errors as sentences."""
+"""The common part of the scripts at the root: what they do around Hydra, and their own arguments without it."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import errno
-import functools
 import inspect
 import os
 import re
@@ -16,95 +15,31 @@ import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gsm import paths
 from gsm.config.check import ConfigError, unknown
-from gsm.config.compose import SEARCH, explain, from_job, register_resolvers, searchpath_word
-from gsm.config.handed import COMPOSED
-from gsm.config.options import mapping
+from gsm.config.compose import folders_of, from_job, register_resolvers
 from gsm.training.distributed.ranks import rank
 
-ROOM = "free some space there, and the same command goes on from the last checkpoint; or choose another disk with logs="
-ACCESS = "choose a folder that you may write to with logs="
-PLACE = "move it away, or choose another folder with logs= or name="
-REMEDIES = {
-    **dict.fromkeys([errno.ENOSPC, errno.EDQUOT, errno.EFBIG], ROOM),
-    **dict.fromkeys([errno.EROFS, errno.EACCES, errno.EPERM], ACCESS),
-    **dict.fromkeys([errno.ENOTDIR, errno.EEXIST, errno.EISDIR], PLACE),
-    errno.EIO: "the disk seems to be broken; choose another one with logs=",
-}
-OURS = "GSM_SENTENCES"  # tells the runs of an experiment that HYDRA_FULL_ERROR is not the user's wish for tracebacks
 TRUTH = {"true": True, "false": False}
 NAMED = re.compile(r"[A-Za-z_]\w*=")
-TILDE = re.compile(r"=(~[^'\",\[\]{}]*)$")  # a path in the home, which Hydra reads only in quotes
-TEXTS = ("prompt", "text")  # arguments that may begin with any character
 prepared = False  # whether this process is a command of the project, and no application that calls it
 
 
-def prepare(script: str = "train", part: str | None = None) -> None:
-    """Before ``hydra.main``: register the resolvers of the yamls, and translate Hydra's errors.
-
-    An error of Hydra's composition, or of the disk, then ends the process with one sentence instead of a traceback.
-
-    Args:
-        script: whose yaml is composed.
-        part: a key of that yaml whose values may be given without its name.
-    """
+def prepare() -> None:
+    """Before ``hydra.main``: register the resolvers of the yamls."""
     global prepared
     prepared = True
     register_resolvers()
-    if os.environ.get("HYDRA_FULL_ERROR") != "1" or OURS in os.environ:
-        os.environ |= {"HYDRA_FULL_ERROR": "1", OURS: "1"}  # Hydra then raises, instead of printing a traceback itself
-        sys.excepthook = functools.partial(_say, script)
-        threading.excepthook = _say_in_thread
-    sys.argv[1:] = [
-        _at_home(word) if word.startswith("--config-dir=") else TILDE.sub(r"='\1'", word) for word in sys.argv[1:]
-    ]
-    parsed, strange = get_args_parser().parse_known_args(sys.argv[1:])
-    _own_configs(parsed.config_dir)
-    if parsed.help or parsed.hydra_help or parsed.shell_completion or COMPOSED in os.environ:
-        return
+    threading.excepthook = _say_in_thread
     with errors_as_sentences():
-        if strange:
-            raise ConfigError(
-                f"{strange[0]} is not allowed because it is no flag, or stands behind one. Use values without dashes, "
-                "such as seed=1, and put flags, such as -m, last; see --help."
-            )
-        directories = paths.config_folders()[1:]
-    words: list[str] = parsed.overrides
-    if part:
-        keys = _keys_of_part(words, script, part)
-        changed = {word: f"{part}.{word}" for word in words if word.partition("=")[0] in keys}
-        sys.argv[1:] = [changed.get(word, word) for word in sys.argv[1:]]
-        words = [changed.get(word, word) for word in words]
-    if directories and not any(word.startswith(SEARCH) for word in sys.argv):
-        place = sys.argv.index(words[0]) if words else len(sys.argv)  # they stand together
-        sys.argv.insert(place, searchpath_word(directories))
-
-
-def _at_home(word: str) -> str:
-    """Return a word ``name=value`` with the home in the place of a ``~`` of its value."""
-    name, equals, value = word.partition("=")
-    if not equals:
-        return paths.at_home(word)
-    return word if name in TEXTS else f"{name}={paths.at_home(value)}"
-
-
-def _keys_of_part(words: Sequence[str], script: str, part: str) -> set[str]:
-    """Return the keys of the chosen variant's yaml that the script's own yaml does not have."""
-    config = mapping(paths.configs() / f"{script}.yaml")
-    default = next(group[part] for group in config["defaults"] if part in group)
-    name = next((word.partition("=")[2] for word in reversed(words) if word.startswith(f"{part}=")), default)
-    files = [folder / part / f"{name}.yaml" for folder in paths.config_folders()]
-    keys = {str(key) for file in files for key in mapping(file)}
-    return {key for key in keys - {part, *map(str, config)} if key.isidentifier()}
+        paths.config_folders()  # that those in GSM_CONFIGS are there
 
 
 def run(function: Callable[[dict[str, Any]], object], config: DictConfig) -> None:
@@ -116,6 +51,8 @@ def run(function: Callable[[dict[str, Any]], object], config: DictConfig) -> Non
     prepared = True  # also in a process of a launcher, which begins here
     try:
         with errors_as_sentences():
+            if own := folders_of(HydraConfig.get())[1:]:  # of --config-dir, too, for all that composes from here on
+                os.environ["GSM_CONFIGS"] = os.pathsep.join(map(str, own))
             function(from_job(config))
     except SystemExit as stop:
         by_signal = isinstance(stop.code, int) and stop.code > 128
@@ -123,16 +60,16 @@ def run(function: Callable[[dict[str, Any]], object], config: DictConfig) -> Non
             raise
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr, flush=True)
-        raise JobFailed from stop
+        raise JobFailed("a job of the sweep has failed") from stop
     except Exception as error:
         if not sweeping():
             raise
         traceback.print_exc()
-        raise JobFailed from error
+        raise JobFailed("a job of the sweep has failed") from error
 
 
-class JobFailed(Exception):
-    """A job of a sweep has failed, and has printed why."""
+class JobFailed(CompactHydraException):
+    """A job of a sweep has failed, and has printed why. Hydra goes on with the next one, and prints this at the end."""
 
 
 def sweeping() -> bool:
@@ -146,9 +83,13 @@ def call(function: Callable[..., object], script: str, arguments: Sequence[str] 
     Values are taken literally, so that a prompt may hold any character. If the function takes any number of words
     (``*folders``), every word without ``name=`` is one of them.
     """
-    parsed, unparsed = get_args_parser().parse_known_args(sys.argv[1:] if arguments is None else arguments)
-    words = [_at_home(word) for word in (*parsed.overrides, *unparsed)]
-    _own_configs(parsed.config_dir)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--config-dir")
+    parsed, words = parser.parse_known_args(arguments)
+    if parsed.config_dir:
+        earlier = os.environ.get("GSM_CONFIGS", "").split(os.pathsep)
+        os.environ["GSM_CONFIGS"] = os.pathsep.join(filter(None, [os.path.abspath(parsed.config_dir), *earlier]))
     taken = inspect.signature(function, eval_str=True).parameters
     several = [name for name, parameter in taken.items() if parameter.kind is inspect.Parameter.VAR_POSITIONAL]
     if not words or parsed.help:
@@ -157,6 +98,7 @@ def call(function: Callable[..., object], script: str, arguments: Sequence[str] 
         return
     unnamed = [word for word in words if several and not NAMED.match(word)]
     with errors_as_sentences():
+        paths.config_folders()
         named = [word for word in words if word not in unnamed]
         function(*unnamed, **read_arguments(named, function, script, several))
 
@@ -173,17 +115,6 @@ def _described(text: str, taken: Mapping[str, inspect.Parameter]) -> str:
         word = str(default).lower() if isinstance(default, bool) else default
         listed.append(f"{entry} (default: {word})" if plain else entry)
     return before + heading + "\n".join(listed)
-
-
-def _own_configs(folder: str | None) -> None:
-    """Note the folder of the user's own yamls, before others, for this process and for those that it starts."""
-    if not folder:
-        return
-    path = Path(paths.at_home(folder)).resolve()
-    if not path.is_dir():
-        raise SystemExit(f"error: --config-dir is '{folder}', but there is no such folder")
-    earlier = [name for name in os.environ.get("GSM_CONFIGS", "").split(os.pathsep) if name]
-    os.environ["GSM_CONFIGS"] = os.pathsep.join(dict.fromkeys([str(path), *earlier]))
 
 
 def read_arguments(
@@ -257,7 +188,7 @@ def again() -> str:
     """Return the command that runs this process once more, so that it goes on; for Python, the call to repeat."""
     if not prepared:
         return "the same call of train"
-    words = [word for word in sys.argv[1:] if word != searchpath_word(paths.config_folders()[1:])]
+    words = sys.argv[1:]
     program = [_program("python"), path_text(sys.argv[0])] if paths.in_clone() else [_program("gsm-train")]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         program = ["torchrun", "...", path_text(sys.argv[0])]
@@ -314,9 +245,9 @@ def errors_as_sentences() -> Iterator[None]:
     except (ConfigError, FloatingPointError, FileNotFoundError) as error:
         raise SystemExit(1 if rank() else f"error: {error}") from error
     except OSError as error:
-        if error.errno not in REMEDIES:
+        if error.errno is None:
             raise
-        raise SystemExit(f"error: {refusal(error)}") from error
+        raise SystemExit(f"error: {error.filename or 'a file of the run'}: {error.strerror}") from error
     except (MemoryError, RuntimeError) as error:
         from gsm.costs.room import out_of_memory  # imports PyTorch, too slow for the error of a misspelt word
 
@@ -331,29 +262,7 @@ def errors_as_sentences() -> Iterator[None]:
         raise SystemExit(128 + signal.SIGINT) from error
 
 
-def _say(script: str, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an error that ends the process: one sentence where the user can correct it, else the traceback.
-
-    This is where all errors of Hydra's composition are translated. Only the leading rank prints them.
-    """
-    words = get_args_parser().parse_known_args(sys.argv[1:])[0].overrides
-    if isinstance(error, OSError) and error.errno in REMEDIES:
-        print(f"error: {refusal(error)}", file=sys.stderr)
-    elif isinstance(error, KeyboardInterrupt):
-        print("\ninterrupted", file=sys.stderr)
-    elif sentence := explain(error, words, paths.config_folders(), script):
-        print("" if rank() else f"error: {sentence}\n", end="", file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, error, trace)
-
-
 def _say_in_thread(args: threading.ExceptHookArgs) -> None:
     """Print no OSError of a thread: TensorBoard's thread passes it to the main thread, which prints it."""
     if not isinstance(args.exc_value, OSError):
         threading.__excepthook__(args)
-
-
-def refusal(error: OSError) -> str:
-    """Return the sentence of a disk that refuses a file."""
-    path = f"{error.filename} cannot be written" if error.filename else "a file of the run cannot be written"
-    return f"{path}: {error.strerror}; {REMEDIES[error.errno or 0]}"

@@ -1,4 +1,4 @@
-"""Compose configurations from Python, and check those of the command line: an error becomes one sentence."""
+"""Compose configurations from Python, and check those of the command line."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import copy
 import functools
 import os
 import re
-import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import hydra
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.conf import HydraConf
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.core.override_parser.types import Override, OverrideType, Quote, QuotedString
 from hydra.core.utils import JobRuntime
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
@@ -28,7 +26,7 @@ from gsm import paths
 from gsm.config import naming
 from gsm.config.address import placed
 from gsm.config.check import NAMED_PARTS, PLACES, ConfigError, check, check_place, unknown
-from gsm.config.options import groups_of, listing, reference, unreadable
+from gsm.config.options import groups_of, listing, reference
 from gsm.config.trust import vetted
 from gsm.models.schedule import local_reach
 
@@ -36,9 +34,7 @@ from gsm.models.schedule import local_reach
 # (its state carries more), or than both GSM and the baseline do.
 REACHES = ("beyond_gsm", "beyond_delta", "beyond_baseline")
 NEEDED = ("model", "size", "data", "optimizer", "recipe", "trainer")  # groups that every run has a variant of
-SEARCH = "hydra.searchpath="
 PLAIN = re.compile(r"[A-Za-z_/][\w./-]*", re.ASCII)  # one word of Hydra's grammar, which knows no letters beyond ASCII
-COMPOSING = (HydraException, YAMLError, OSError, ValueError, RecursionError)  # raised by a composition; see `explain`
 WORDS = {"null", "true", "false", "nan", "inf"}  # values of that grammar rather than names
 
 
@@ -51,15 +47,13 @@ def compose(overrides: Iterable[str] = (), directories: Sequence[Path] = (), scr
         script: name of the script's yaml in ``configs/``.
 
     Raises:
-        ConfigError: an unknown key or variant, or a value that does not fit.
+        ConfigError: an unknown key or variant, in Hydra's words, or a value that does not fit.
     """
-    overrides, folders = list(overrides), paths.config_folders(directories)
+    folders = tuple(paths.config_folders(directories))
     try:
-        composed = _hydra(overrides, folders, script)
-    except COMPOSING as error:
-        if sentence := explain(error, overrides, folders, script):
-            raise ConfigError(sentence) from error
-        raise
+        composed = _hydra(tuple(overrides), folders, script)
+    except (HydraException, YAMLError, ValueError) as error:
+        raise ConfigError(str(error)) from error
     return _as_job(composed, folders, script)
 
 
@@ -136,22 +130,22 @@ def from_job(config: DictConfig) -> dict[str, Any]:
 
     Raises ConfigError.
     """
-    script, folders = HydraConfig.get().job.config_name or "train", _folders_of(HydraConfig.get())
+    script, folders = HydraConfig.get().job.config_name or "train", folders_of(HydraConfig.get())
     finished = finish(config, folders, script)
     if script == "train":
         refuse_unnamed(finished, folders)
     return finished
 
 
-def _folders_of(job: HydraConf) -> list[Path]:
+def folders_of(job: HydraConf) -> list[Path]:
     """Return the folders of yaml files of a Hydra job, the project's first."""
     folders = [Path(source.path) for source in job.runtime.config_sources if source.schema == "file"]
     return list(dict.fromkeys([paths.configs(), *folders]))
 
 
 def searchpath_word(directories: Sequence[Path]) -> str:
-    """Return the override that gives Hydra the user's own folders: a flag takes one folder alone."""
-    return SEARCH + quoted([f"file://{folder}" for folder in directories])
+    """Return the override that gives Hydra the user's own folders."""
+    return "hydra.searchpath=" + quoted([f"file://{folder}" for folder in directories])
 
 
 def quoted(value: Any) -> str:
@@ -165,86 +159,6 @@ def quoted(value: Any) -> str:
     return text if plain else QuotedString(text=text, quote=Quote.single).with_quotes()
 
 
-def explain(error: BaseException, overrides: Sequence[str], folders: Sequence[Path], script: str) -> str | None:
-    """Return one sentence for an error of Hydra's composition; None for an error that is not Hydra's.
-
-    An unknown key is forced in, so that `check` refuses it with the names of the known keys. Errors without a sentence
-    here have Hydra's own words.
-
-    Args:
-        error: raised while Hydra composed.
-        overrides: that it composed from.
-        folders: of yaml files.
-        script: the name of the yaml that was composed.
-    """
-    if isinstance(error, ConfigError) or str(error).startswith("Invalid defaults list"):
-        return str(error)
-    text, groups = " ".join(str(error).partition("Config search path:")[0].split()), groups_of(folders)
-    if re.match(r"Config group override (must be|deletion value)|(In '\w+': )?Could not find '", text):
-        return _no_variant(overrides, groups) or text
-    if not isinstance(error, HydraException):
-        is_of_yaml = isinstance(error, YAMLError | UnicodeDecodeError | OSError | RecursionError)
-        return "; ".join(unreadable(folders)) or None if is_of_yaml else None
-    if "raised while composing" in text:
-        return "; ".join(unreadable(folders)) or text
-    if isinstance(error, OverrideParseException):
-        return _unreadable(str(error.override))
-    forced = list(overrides)
-    for number, word in enumerate(overrides):
-        key = word.partition("=")[0].partition("@")[0]
-        if key not in groups and "/" not in key and key[:1] not in ("+", "~"):
-            forced[number] = f"++{word}"
-    if forced != list(overrides):
-        try:
-            _as_job(_hydra(forced, folders, script), folders, script)
-        except ConfigError as refusal:
-            return str(refusal)
-        except COMPOSING:
-            pass
-    return _absent_key(text) or _comma(text, groups) or text
-
-
-def _no_variant(overrides: Sequence[str], groups: Mapping[str, set[str]]) -> str:
-    """Return the sentence that refuses a value of a group without such a variant; empty if there is none."""
-    for word in overrides:
-        group, equals, value = word.lstrip("+~").partition("=")
-        if equals and group in groups and value.strip("'\"") not in groups[group]:
-            variants = ", ".join(sorted(groups[group]))
-            return f"{word} is not allowed because {group} has no such variant. Use {group}= with one of {variants}."
-    return ""
-
-
-def _absent_key(text: str) -> str:
-    """Return the sentence for a key that a constructor takes and no chosen yaml has; empty for other errors."""
-    match = re.match(r"Could not override '[^'/]*'\. To append to your config use \+(.*)", text)
-    return f"{match[1]} is not allowed because no chosen yaml has this key. Use +{match[1]} to add it." if match else ""
-
-
-def _comma(text: str, groups: Mapping[str, set[str]]) -> str:
-    """Return the sentence for a value with commas outside of a sweep; empty for other errors."""
-    match = re.match(r"Ambiguous value for argument '(.*)' 1\. To use it as a list", text)
-    if not match:
-        return ""
-    key, _, value = match[1].partition("=")
-    other = "" if key in groups else f"{key}=[{value}] for a list, \"{key}='{value}'\" for a text, or "
-    return f"{match[1]} is not allowed because it has a comma. Use {other}-m for one run with each value."
-
-
-def _unreadable(override: str) -> str:
-    """Return the sentence that refuses an override which Hydra's grammar does not take."""
-    key, equals, value = override.partition("=")
-    if not (equals and key):
-        return f"{override} is not allowed because it has no value. Use key=value or group=option, such as seed=1."
-    if value[:1] in ("[", "{"):
-        return (
-            f"{override} is not allowed because Hydra cannot read it. Use '{key}=...' with quotes around all of it, "
-            "close every bracket, and put quotes around each key=value inside."
-        )
-    word = f"{key}={QuotedString(text=value, quote=Quote.single).with_quotes()}"
-    typed = shlex.quote(word) if set(value) & set('"$`\\!') else f'"{word}"'
-    return f"{override} is not allowed because its value needs quotes of its own. Use {typed}"
-
-
 def _as_job(composed: DictConfig, folders: Sequence[Path], script: str) -> dict[str, Any]:
     """Return the configuration finished as inside of its job: it refers to Hydra's node. Raises ConfigError."""
     state = HydraConfig.instance()
@@ -256,30 +170,36 @@ def _as_job(composed: DictConfig, folders: Sequence[Path], script: str) -> dict[
         state.cfg = before
 
 
-def _hydra(overrides: Sequence[str], folders: Sequence[Path], script: str) -> DictConfig:
-    """Compose as Hydra does, with its own node. Raises errors of `COMPOSING`.
+def _hydra(words: tuple[str, ...], folders: tuple[Path, ...], script: str) -> DictConfig:
+    """Compose as Hydra does, with its own node. Raises HydraException, YAMLError, ValueError.
 
-    Hydra reads some thirty files for the variants that are chosen, so each choice is composed once. Values are then set
-    in a copy of it, by Hydra's own function.
+    Hydra reads some thirty files for the variants that are chosen, so each choice is composed once. Plain values,
+    ``key=value``, are then set in a copy of it, as Hydra sets them. With any other words Hydra composes it all.
     """
-    parsed, groups = OverridesParser.create().parse_overrides(list(overrides)), groups_of(folders)
-    values = [
-        override
-        for override in parsed
-        if not (override.key_or_group in groups or override.is_hydra_override() or override.package)
-    ]
-    if any(override.is_sweep_override() for override in values):
-        values = []  # Hydra refuses them
-    choices = tuple(str(override.input_line) for override in parsed if override not in values)
-    composed = copy.deepcopy(_composed(choices, tuple(folders), paths.digest(folders), script, os.getcwd()))
-    ConfigLoaderImpl._apply_overrides_to_config(values, composed)
-    composed.hydra.overrides.task = [override.input_line for override in parsed if not override.is_hydra_override()]
-    return composed
+    parsed, groups = OverridesParser.create().parse_overrides(list(words)), groups_of(folders)
+    key = (folders, paths.digest(folders), script, os.getcwd())
+    values = [one for one in parsed if one.key_or_group not in groups]
+    if all(one.type is OverrideType.CHANGE and not _is_special(one) for one in values):
+        choices = tuple(str(one.input_line) for one in parsed if one.key_or_group in groups)
+        composed = copy.deepcopy(_composed(choices, *key))
+        try:
+            for one in values:
+                OmegaConf.update(composed, one.key_or_group, one.value())
+        except OmegaConfBaseException:
+            pass  # Hydra meets it below, and has the words for it
+        else:
+            composed.hydra.overrides.task = list(words)
+            return composed
+    return copy.deepcopy(_composed(words, *key))
+
+
+def _is_special(override: Override) -> bool:
+    return override.is_sweep_override() or override.is_hydra_override() or override.package is not None
 
 
 @functools.lru_cache(maxsize=64)
-def _composed(choices: tuple[str, ...], folders: tuple[Path, ...], digest: str, script: str, here: str) -> DictConfig:
-    """Compose the variants that are chosen, and restore the global state of Hydra.
+def _composed(words: tuple[str, ...], folders: tuple[Path, ...], digest: str, script: str, here: str) -> DictConfig:
+    """Compose these words, and restore the global state of Hydra.
 
     ``digest`` and ``here`` are keys of the cache: a yaml may change, and relative folders depend on the current one.
     """
@@ -290,7 +210,7 @@ def _composed(choices: tuple[str, ...], folders: tuple[Path, ...], digest: str, 
     main.clear()  # inside a job Hydra is at work already, and there is only one
     try:
         with hydra.initialize_config_dir(str(paths.configs()), job_name=script, version_base="1.3"):
-            return hydra.compose(script, [*choices, *search], return_hydra_config=True)
+            return hydra.compose(script, [*words, *search], return_hydra_config=True)
     finally:
         GlobalHydra.set_instance(main)  # initialize_config_dir leaves an empty copy in its place
         main.hydra = before
@@ -302,6 +222,7 @@ def register_resolvers() -> None:
     """Register the functions that yaml files may call.
 
     * ``${root:}``: the folder of the repository, or the current one where there is none;
+    * ``${own_configs:}``: the folders of yaml files in GSM_CONFIGS, for Hydra's search path;
     * ``${quoted:path}``: the path as an override of Hydra has it;
     * ``${named:experiment}``, ``${named:arm}``: their default names, see ``gsm.config.naming``;
     * ``${variants:group,first,without,...}``: arms of an experiment, one for each variant of a group, so that a new
@@ -309,6 +230,9 @@ def register_resolvers() -> None:
     * ``${options:script}``: the list of choices in ``--help``.
     """
     OmegaConf.register_new_resolver("root", lambda: str(paths.runs_home()), replace=True)
+    OmegaConf.register_new_resolver(
+        "own_configs", lambda: [f"file://{folder}" for folder in paths.config_folders()[1:]], replace=True
+    )
     OmegaConf.register_new_resolver("home", paths.at_home, replace=True)
     OmegaConf.register_new_resolver("quoted", quoted, replace=True)
     OmegaConf.register_new_resolver("variants", _variants, replace=True)
@@ -336,7 +260,8 @@ def _gap(word: str, size: Mapping[str, Any], model: Mapping[str, Any]) -> int:
     """Return the positions back that only a bank reaches beyond. Raises ConfigError for an unknown word."""
     if word not in REACHES:
         raise ConfigError(f"data.task.gap is '{word}', but takes a number of tokens, or one of {', '.join(REACHES)}")
-    entries = model.get("state_size") or size["window"] + size["top_k"]
+    chosen = model.get("state_size")
+    entries = chosen if chosen and isinstance(chosen, int) else size["window"] + size["top_k"]  # as with `width` below
     window = (model.get("state_reader") or {}).get("window", 1)  # of each layer of GSM's decoder, beside the state
     width = (model.get("encoder_layer") or {}).get("feed_forward_convolution", 1)
     convolved = width - 1 if isinstance(width, int) else 0  # `check` refuses all others
@@ -363,7 +288,7 @@ def _named(what: str, _root_: DictConfig) -> str:
 
 
 def _variants(group: str, first: str, *without: str, _root_: DictConfig) -> dict[str, list[str]]:
-    names = groups_of(_folders_of(_root_.get("hydra") or HydraConfig.get())).get(group, set())
+    names = groups_of(folders_of(_root_.get("hydra") or HydraConfig.get())).get(group, set())
     for name in (first, *without):
         if name not in names:
             raise unknown("variant", name, names, f"the group '{group}'")
@@ -372,7 +297,7 @@ def _variants(group: str, first: str, *without: str, _root_: DictConfig) -> dict
 
 def _options(script: str) -> str:
     """Return the list in ``--help``; Hydra makes a template of it, in which a dollar has to stand twice."""
-    return listing(script, _folders_of(HydraConfig.get()), HydraConfig.get().runtime.choices).replace("$", "$$")
+    return listing(script, folders_of(HydraConfig.get()), HydraConfig.get().runtime.choices).replace("$", "$$")
 
 
 def _resolve(config: DictConfig) -> dict[str, Any]:
@@ -390,9 +315,8 @@ def _resolve(config: DictConfig) -> dict[str, Any]:
 
 def parse(overrides: Iterable[str]) -> list[Override]:
     """Return overrides without those of Hydra itself. Raises ConfigError for a word that is none."""
-    words = list(overrides)
     try:
-        parsed = OverridesParser.create().parse_overrides(words)
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
-        raise ConfigError(explain(error, words, [], "train")) from error
+        raise ConfigError(str(error)) from error
     return [override for override in parsed if not override.is_hydra_override()]

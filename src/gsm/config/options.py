@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
 
 from gsm import paths
 from gsm.errors import ConfigError
@@ -54,7 +53,7 @@ def parts(file: Path) -> set[str]:
 
 
 def content(file: Path) -> Any:
-    """Return the content of a yaml; None where it cannot be read: `unreadable` has the reason."""
+    """Return the content of a yaml; None where it cannot be read."""
     try:
         return yaml.load(read_text(file), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (yaml.YAMLError, ValueError, OSError, RecursionError):
@@ -78,19 +77,6 @@ def mapping(file: Path) -> Mapping[str, Any]:
     """Return the content of a yaml of keys; empty for any other."""
     keys = content(file)
     return keys if isinstance(keys, Mapping) else {}
-
-
-def unreadable(folders: Sequence[Path]) -> list[str]:
-    """Return a sentence for each yaml in these folders that Hydra cannot read."""
-    sentences = []
-    for file in (file for folder in folders for file in paths.yamls(folder)):
-        try:
-            reason = "" if OmegaConf.is_dict(OmegaConf.load(file)) else "it holds no keys"
-        except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
-            reason = " ".join(str(error).split())
-        if reason:
-            sentences.append(f"{file} cannot be read ({reason:.400}). Use UTF-8, and yaml of keys and values.")
-    return sentences
 
 
 def reference(script: str, folders: Sequence[Path]) -> dict[str, Any]:

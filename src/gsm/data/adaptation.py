@@ -26,7 +26,7 @@ from gsm.data.corpus import standard_library
 from gsm.data.ingredients import Ingredients
 from gsm.data.module import chosen_tokenizer
 from gsm.data.packing import validation_indices
-from gsm.data.ruler import TASKS, Needles, Questions, Sample
+from gsm.data.ruler import TASKS, Questions, Sample
 from gsm.data.synthetic import UNSEEN, MadeData
 from gsm.data.tokenizer import Tokenizer
 from gsm.data.tokens import find_or_train
@@ -93,7 +93,7 @@ class Examples:
         sample, task = self.sample(index, length), self.tasks[index % len(self.tasks)]
         turn = list(RESPONSES)[index // len(self.tasks) % len(RESPONSES)]
         tokenizer, form = task.tokenizer, RESPONSES[turn if self.answers == BOTH else self.answers]
-        text = form.format(value=sample.answer, needle=" ".join(sample.needles), key=sample.key)
+        text = form.format(value=sample.answer, needle=sample.needle, key=sample.key)
         answer = [*tokenizer.encode(text), tokenizer.end_of_text]
         if len(answer) > task.new_tokens:
             raise ValueError(f"new_tokens must be at least {len(answer)} for an answer, got {task.new_tokens}")
@@ -224,9 +224,6 @@ class RulerData(MadeData):
             raise ValueError(f"answers={self.answers} is not allowed because it is unknown. Use {names}.")
         if not self.tasks or set(self.tasks) - set(TASKS):
             raise ValueError(f"tasks must be some of {', '.join(TASKS)}, got {self.tasks}")
-        without = [task for task in self.tasks if not isinstance(TASKS[task], Needles)]
-        if without and self.answers != "direct":
-            raise ValueError(f"answers must be direct for {', '.join(without)}, got {self.answers}")
         if max(self.lengths) > self.context:
             raise ValueError(f"lengths must be at most context={self.context}, got {self.lengths}")
 

@@ -1,13 +1,12 @@
 """`DataModule`: the members of data that a training run uses, each with a default. B batch, T positions.
 
-Any `LightningDataModule` trains whose `train_dataloader` and `val_dataloader` give batches, dicts of int64 [B,T]:
+Data of one's own inherit it and define `train_dataloader` and `val_dataloader`, which give dicts of int64 [B,T]:
 
     tokens      ids below the model's vocabulary
     targets     optional; -100 is ignored. Without: the next token of the same document
     documents   optional; which document a token belongs to, ascending along a row. Without: a sequence is one document
 
-A yaml that names it is enough: `python train.py --config-dir=mine data=mine`. The members below are extras: a class of
-one's own has the ones that it defines, with `DataModule` as a base or without.
+A yaml that names it is enough: `python train.py --config-dir=mine data=mine`. The members below are extras.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gsm.errors import within
+from gsm.errors import ConfigError, within
 from gsm.models.checks import IGNORED
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def check_numbers(batch_size: int, validation_sequences: int | None, seed: int) 
 
 
 class DataModule(lightning.LightningDataModule):
-    """A data module with all extras at their defaults, and with its position in a run.
+    """A `LightningDataModule` with all extras at their defaults, and with its position in a run.
 
     **Exact resume**: a run that was interrupted asks for `train_dataloader()` again, which has to go on behind
     `batches_done` batches of this rank. A data module that does not ask begins its data again, and the run is another
@@ -50,7 +49,7 @@ class DataModule(lightning.LightningDataModule):
         tokenizer: travels in the checkpoint, for generate.py and evaluate.py; None: ids stand for themselves.
         token_bytes_V: bytes of text that each id stands for; validation then logs bits per byte.
         measures_accuracy: whether validation counts how often the likeliest token is the target.
-        resumes: whether `train_dataloader` goes on where training stands; if not, a run that is resumed says so.
+        resumes: True where `train_dataloader` goes on where training stands; a run that is resumed without it says so.
         held_out: the text of validation: `validation`, which tables report, or `tuning`, to choose a value by.
         first_sequence: the place in the order of training where the run begins: behind what the run that it starts from
             has read of the same sequences.
@@ -61,7 +60,7 @@ class DataModule(lightning.LightningDataModule):
     tokenizer: Tokenizer | None = None
     token_bytes_V: np.ndarray | None = None
     measures_accuracy: bool = False
-    resumes: bool = True
+    resumes: bool = False
     held_out: str = "validation"
     first_sequence: int = 0
     context: int = 0
@@ -167,16 +166,8 @@ def check_held_out(name: str) -> str:
     return name
 
 
-def with_defaults(data: Any) -> DataModule:
-    """Return the same object, with `DataModule`'s defaults for the members that it lacks. Raise ValueError if it is no
-    `LightningDataModule`."""
-    if not isinstance(data, lightning.LightningDataModule):
-        raise ValueError(
-            f"data={type(data).__name__} is not allowed because it is no LightningDataModule. Use one with "
-            "train_dataloader and val_dataloader (gsm.data.base)."
-        )
+def require_data_module(data: object) -> DataModule:
+    """Return the same object. Raise ConfigError if it is no `DataModule`."""
     if not isinstance(data, DataModule):
-        bases: tuple[Any, ...] = (type(data), DataModule)  # its own members come first
-        resumes = type(data).state_dict is not lightning.LightningDataModule.state_dict
-        data.__class__ = type(type(data).__name__, bases, {"resumes": getattr(data, "resumes", resumes)})
-    return data  # pyright: ignore[reportReturnType] # which it is now
+        raise ConfigError(f"data must inherit gsm.data.base.DataModule, got {type(data).__name__}")
+    return data

@@ -12,11 +12,9 @@ import json
 import logging
 import os
 import platform
-import re
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 
 from gsm.data.cache import file_digest
@@ -27,48 +25,34 @@ log = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation")
 SMALL = 1 << 26  # bytes of a corpus that is read whole for its digest at every start
-FEW = 100  # files: below this number their sizes count as well as their hashes
 LEAST = 0.002  # share of bytes: a warning names a held-out part that is smaller
-LOOKED_AT = 1000  # documents that are read for the lowest hash
 
 # Tests, large generated or bundled trees, and files that differ between two machines with the same Python.
 NOT_CORE = (
     *("test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "site-packages", "dist-packages"),
     *("__pycache__", "config-*", "_sysconfigdata_*", "sitecustomize.py", "usercustomize.py"),
 )
-# Words in the names of files, and the split that they name; the words that hardly have another meaning.
-ROLES = {
-    **dict.fromkeys(["train", "training"], "train"),
-    **dict.fromkeys(["valid", "validation", "val", "dev"], "validation"),
-    **dict.fromkeys(["test", "eval"], "test"),
-}
-SURE = {"train", "valid", "validation"}
 
 
 class Corpus:
     """Text files below one folder, or one file of text.
 
-    A file of JSON lines or parquet holds many documents. Any other file is one. Empty texts are left out. The first of
-    these rules that applies decides which part is held out for validation:
+    A file of JSON lines or parquet holds many documents. Any other file is one. Empty texts are left out. Two rules
+    decide what is held out for validation:
 
     * `validation` names files below `root`.
-    * The names of text files (not of code) have a word for a split, as in `train-00.jsonl`, `books_validation.txt` or
-      `test/a.txt`. Those of validation (valid, val, dev) are held out. Those of test (eval) are in neither split, and
-      the log names them. One name has to have train, valid or validation, as the other words have other meanings too.
-    * Several files: each has the SHA-256 of its module path (`json.decoder`; `json` for `json/__init__.py`). Held out
-      are the files with a hash in the lowest `validation_share` of all hashes, or the one with the lowest. They are the
-      same on every machine, and other files may come and go. Of fewer than a hundred files, this may hold out less than
-      half of the bytes that are meant, or more than twice: then those files that come nearest, in the order of hashes.
-    * One file of many documents: the documents with such a hash of their text.
-    * One text: its end, from the line after the place where the last `validation_share` begins.
+    * Without it, documents are held out by their hash, those in the lowest `validation_share` of all hashes. A file of
+      text has the SHA-256 of its module path (`json.decoder`; `json` for `json/__init__.py`); if none is that low, the
+      lowest is held out. A document in a file of many has the SHA-256 of its text. They are the same on every machine,
+      and others may come and go. Of a single text the last `validation_share` is held out, from the next line on.
 
-    No file is in both splits, or twice in one, whichever links lead to it.
+    No document is in both splits, and no file twice in one, whichever links lead to it.
 
     Args:
         root: the folder, or the file.
         name: of this corpus in a run's summary.
         files: patterns (as in a shell; `*` crosses folders) of the files to take, relative to `root`; None: all.
-        validation: patterns of the files or folders to hold out, relative to `root`; None: see above.
+        validation: patterns of the files or folders to hold out, relative to `root`; None: by hash.
         text_field: the field of a JSON line, or the column of parquet, that holds the text.
         suffixes: endings of the files to take.
         excluded: patterns of names of files and folders to leave out, at every depth.
@@ -114,30 +98,36 @@ class Corpus:
 
     def pieces(self, split: str) -> Iterator[Piece]:
         """Yield the texts in pieces of bounded size."""
-        if self._divided:
-            return self._divided(split)
-        return (piece for name in self.files[split] for piece in self._read(name))
+        for name in self.files[split]:
+            if name not in self._divided:
+                yield from self._read(name)
+            elif holds_many(name):
+                yield from self._by_document(name, split)
+            else:
+                yield from self._by_place(name, split)
 
     @cached_property
     def files(self) -> dict[str, list[str]]:
-        """The sorted names of each split. Both name the only file, which is then divided inside."""
+        """The sorted names of each split. A file that is divided inside is in both."""
         names = [
             name for name in sorted(self._everything) if self.taken is None or _fits(self._local(name), self.taken)
         ]
         for name in names:
             self._require_readable(name)
-        divided = self._by_pattern(names) if self.held_out is not None else self._divide(names)
+        if self.held_out is not None:
+            divided = self._by_pattern(names)
+        elif names:
+            divided = self._by_default(names)
+        else:
+            raise ValueError(f"path must hold text{self._wanted()}, got {self._place}")
         for name in divided["validation"]:
             self._require_readable(name)
         train, held_out = (sum(self._bytes(name) for name in divided[split]) for split in SPLITS)
-        if held_out > train:
-            log.warning("More is held out (%d bytes) than trained on (%d): set data.validation.", held_out, train)
-        elif held_out < LEAST * (held_out + train):
+        if not LEAST * (held_out + train) <= held_out <= train:
             log.warning(
-                "Of %d bytes only %d are held out: name files to hold out with data.validation=, or cut the text "
-                "into more files.",
-                held_out + train,
+                "%d bytes are held out and %d trained on: name files to hold out with data.validation=.",
                 held_out,
+                train,
             )
         return divided
 
@@ -249,88 +239,46 @@ class Corpus:
             lacks = "data.validation fits no file" if not held_out else "nothing is left to train on"
             raise ValueError(
                 f"{lacks}: data.validation is {patterns}, data.files {self.taken}, and {self._place} holds "
-                f"{len(names)} of the wanted files with text{self._wanted()}; patterns are relative to data.path"
+                f"{len(names)} files with text{self._wanted()}; patterns are relative to data.path"
             )
         return {"train": train, "validation": sorted(held_out)}
 
-    def _divide(self, names: list[str]) -> dict[str, list[str]]:
-        """Divide by names, else by hashes; a single file is in both splits."""
-        if not names:
-            raise ValueError(
-                f"path={self._place} is not allowed because it holds 0 files with text{self._wanted()}. Use a folder "
-                "with one file for training and one for validation, or with one that can be divided."
-            )
-        roles = {name: _role(self._local(name)) for name in names}
-        rest = [name for name in names if roles[name][0] == "train"]
-        if rest and any(word in SURE for _, word in roles.values()):
-            if left_out := [name for name in names if roles[name][0] == "test"]:
-                log.info("Left out of both splits, as their names say test: %s.", ", ".join(left_out))
-            if held_out := [name for name in names if roles[name][0] == "validation"]:
-                return {"train": rest, "validation": held_out}
-            names = rest
-        return self._hold_out(names) if len(names) > 1 else {split: names for split in SPLITS}
-
-    def _hold_out(self, names: list[str]) -> dict[str, list[str]]:
-        """Divide several files by their hashes; few files also by their sizes."""
-        held_out = {name for name in names if fraction(name) < self.validation_share} or {min(names, key=fraction)}
-        if len(names) < FEW:
-            held_out = self._of_fair_size(names, held_out)
-        return {"train": [n for n in names if n not in held_out], "validation": [n for n in names if n in held_out]}
-
-    def _of_fair_size(self, names: list[str], held_out: set[str]) -> set[str]:
-        """Return `held_out` if its size is fair, else other files: at least one, and not all."""
-        sizes = {name: self._bytes(name) for name in names}
-        fair = self.validation_share * sum(sizes.values())
-        if fair / 2 <= sum(sizes[name] for name in held_out) <= 2 * fair and len(held_out) < len(names):
-            return held_out
-        chosen, size = set[str](), 0
-        for name in sorted(names, key=fraction):
-            if len(chosen) < len(names) - 1 and abs(size + sizes[name] - fair) < abs(size - fair):
-                chosen, size = {*chosen, name}, size + sizes[name]
-        smallest = min((name for name in names if name not in chosen), key=lambda name: (sizes[name], fraction(name)))
-        fits_in = size + sizes[smallest] <= sum(sizes.values()) / 2  # or more would be held out than trained on
-        return {*chosen, smallest} if size < fair / 2 and fits_in else chosen or {smallest}
+    def _by_default(self, names: list[str]) -> dict[str, list[str]]:
+        """Divide the files of one text by their hashes. All others, and a single text, are in both splits."""
+        texts = [name for name in names if not holds_many(name)]
+        held_out = {name for name in texts if fraction(name) < self.validation_share}
+        if len(names) == 1:
+            held_out, texts = set(), []
+        elif len(names) == len(texts):
+            held_out = held_out or {min(texts, key=fraction)}
+        return {
+            "train": [name for name in names if name not in held_out],
+            "validation": [name for name in names if name in held_out or name not in texts],
+        }
 
     def _wanted(self) -> str:
-        named = f" that fit {', '.join(self.taken)}" if self.taken else ""
+        named = f" that fits {', '.join(self.taken)}" if self.taken else ""
         return f"{named} ({_endings(self.suffixes)})"
 
-    # One file, divided inside
+    # A file that is divided inside
 
     @cached_property
-    def _divided(self) -> Callable[[str], Iterator[Piece]] | None:
-        if self.held_out is not None or self.files["train"] != self.files["validation"]:
-            return None
-        return self._by_document if holds_many(self.files["train"][0]) else self._by_place
+    def _divided(self) -> set[str]:
+        return {*self.files["train"]} & {*self.files["validation"]}
 
-    def _by_document(self, split: str) -> Iterator[Piece]:
-        below = self._threshold
-        return (piece for value, piece in self._hashed() if (value < below) == (split == "validation"))
-
-    def _hashed(self) -> Iterator[tuple[float, Piece]]:
-        """Yield the pieces of the only file, each with the hash of its document's first piece."""
-        (name,) = self.files["train"]
-        value = None
+    def _by_document(self, name: str, split: str) -> Iterator[Piece]:
+        """Yield the documents of one split. That of a document hangs on its first piece."""
+        begins, taken = True, False
         for piece in self._read(name):
-            value = _hash(piece.text) if value is None else value
-            yield value, piece
-            value = None if piece.last else value
+            if begins:
+                taken = (_hash(piece.text) < self.validation_share) == (split == "validation")
+            begins = piece.last
+            if taken:
+                yield piece
 
-    @cached_property
-    def _threshold(self) -> float:
-        """The hash below which documents are held out."""
-        hashes = sorted({value for value, _ in islice(self._hashed(), LOOKED_AT)})
-        if len(hashes) < 2:
-            path = self._path(self.files["train"][0])
-            raise ValueError(
-                f"path must have 2 different documents, one to hold out, or set data.validation, got {path}"
-            )
-        threshold = self.validation_share if hashes[0] < self.validation_share else hashes[1]
-        return min(threshold, hashes[-1])
-
-    def _by_place(self, split: str) -> Iterator[Piece]:
-        (name,) = self.files[split]
-        place, length = 0, self._train_length
+    def _by_place(self, name: str, split: str) -> Iterator[Piece]:
+        """Yield a text before its held-out end, or the end."""
+        place, length = 0, self._train_length(name)
         for text, last in self._read(name):
             inside = min(max(0, length - place), len(text))
             part = text[:inside] if split == "train" else text[inside:]
@@ -341,24 +289,17 @@ class Corpus:
             if part:
                 yield Piece(part, last)
 
-    @cached_property
-    def _train_length(self) -> int:
-        """Characters of the only text before its held-out end, which starts with a line if it can."""
-        (name,) = self.files["train"]
+    def _train_length(self, name: str) -> int:
+        """Return the characters of a text before its held-out end, which starts with a line if it can."""
         total = sum(len(piece.text) for piece in self._read(name))
-        least = int(total * (1 - self.validation_share))
-        place = 0
+        place, least = 0, int(total * (1 - self.validation_share))
+        if least == 0:
+            raise ValueError(f"path must have text to hold out, got {total} characters in {self._path(name)}")
         for text, _ in self._read(name):
-            if place + len(text) > least:
-                line = text.find("\n", least - place) + 1
-                length = place + line if line else least
-                if 0 < length < total:
-                    return length
-                if 0 < least < total:
-                    return least
-                break
+            if place + len(text) > least and (line := text.find("\n", least - place) + 1):
+                return place + line if place + line < total else least
             place += len(text)
-        raise ValueError(f"path must have text to hold out, got {total} characters in {self._path(name)}")
+        return least
 
 
 def standard_library(root: str | os.PathLike[str] | None = None) -> Corpus:
@@ -379,14 +320,6 @@ def fraction(name: str) -> float:
 def _hash(text: str) -> float:
     """Return the SHA-256 of a text as a number in [0, 1)."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48
-
-
-def _role(name: str) -> tuple[str, str]:
-    """Return the split in a file's name by its last word for one, and the word; "train" and "" without a word."""
-    *folders, file = without_packing(name).lower().split("/")
-    stem, _, kind = file.rpartition(".")
-    words = [word for word in (*folders, *re.findall("[a-z]+", stem)) if word in ROLES and kind != "py"]
-    return (ROLES[words[-1]], words[-1]) if words else ("train", "")
 
 
 def _patterns(patterns: str | Sequence[str] | None) -> list[str] | None:

@@ -1,4 +1,6 @@
-"""FineWeb: web text in parquet files, read from a folder, or streamed from the Hugging Face hub by `datasets`.
+"""FineWeb: web text in parquet files, read from a folder, or streamed from the Hugging Face hub.
+
+`datasets` lists the files on the hub. They are read as those of a folder are, without a copy on the disk.
 
 The columns are FineWeb's (text, id, dump, url, date, file_path, language, language_score, token_count); only `text` is
 read. Any other data set on the hub that lies there as parquet with a text column works as well.
@@ -16,7 +18,7 @@ from typing import Any
 from gsm.data.cache import writable
 from gsm.data.corpus import Corpus
 from gsm.data.module import TextData
-from gsm.data.reading import Damaged, Piece, damage_named, documents_of, needed
+from gsm.data.reading import Piece, needed, read_pieces
 from gsm.files import read_json, write_json
 
 REMOTE = "hf://"
@@ -57,8 +59,8 @@ def text_data(
 class FineWeb(Corpus):
     """The parquet files of a data set. On the hub, `files` has their addresses with the commit.
 
-    The last of their names is held out, unless they say train, validation or test (see `Corpus`). Of a single file,
-    documents are held out by their hash.
+    The last of their names is held out, or those that `validation` names. Of a single file, documents are held out by
+    their hash. So validation reads one file and not all.
 
     Args:
         root: a folder of parquet files (or one); None: the hub.
@@ -86,7 +88,9 @@ class FineWeb(Corpus):
         self.repository, self.subset, self.revision, self.remote = repository, subset, revision, root is None
         super().__init__(os.curdir if root is None else root, name="fineweb", suffixes=(".parquet",), **settings)
 
-    def _hold_out(self, names: list[str]) -> dict[str, list[str]]:
+    def _by_default(self, names: list[str]) -> dict[str, list[str]]:
+        if len(names) == 1:
+            return super()._by_default(names)
         return {"train": names[:-1], "validation": names[-1:]}
 
     @cached_property
@@ -127,7 +131,7 @@ class FineWeb(Corpus):
         return files
 
     def _list(self) -> list[str]:
-        datasets = _datasets()
+        datasets = needed("datasets", "the hub's files")
         try:
             builder = datasets.load_dataset_builder(self.repository, self.subset, revision=self.revision)
         except (OSError, ValueError, RuntimeError) as error:
@@ -138,18 +142,4 @@ class FineWeb(Corpus):
         return sorted(str(file) for files in (builder.config.data_files or {}).values() for file in files)
 
     def _read(self, name: str) -> Iterator[Piece]:
-        """Yield the documents of one file; those of the hub are streamed."""
-        return self._stream(name) if name.startswith(REMOTE) else super()._read(name)
-
-    def _stream(self, address: str) -> Iterator[Piece]:
-        with damage_named(address):
-            rows = _datasets().load_dataset("parquet", data_files=[address], split="train", streaming=True)
-            if rows.column_names and self.text_field not in rows.column_names:
-                columns = ", ".join(rows.column_names)
-                raise Damaged(f"{address} has no column {self.text_field!r} but {columns}; set data.text_field")
-            for number, row in enumerate(rows.select_columns([self.text_field]), start=1):
-                yield from documents_of(row[self.text_field], f"{address}, row {number},", self.text_field)
-
-
-def _datasets() -> Any:
-    return needed("datasets", "FineWeb's parquet files")
+        return read_pieces(name, self.text_field) if name.startswith(REMOTE) else super()._read(name)

@@ -36,104 +36,47 @@ NOUNS = (
 
 
 @dataclass(frozen=True)
-class Wording:
-    """The words around a context.
-
-    Attributes:
-        question: has `{context}`.
-        prefix: the text before the answer, without the blank between them.
-        new_tokens: tokens kept free for the answer.
-    """
-
-    question: str
-    prefix: str
-    new_tokens: int
-
-
-@dataclass(frozen=True)
 class Template:
-    """The words of all tasks, and the sizes of their needles and words.
+    """The words around a context, and the sizes of its needles.
 
     Attributes:
         name: of the template in results.
-        needle: has `{types}` (numbers or uuids) or `{type}`, `{key}` and `{value}`.
-        one: asks for one value; has `{type}` and `{key}`.
-        many: asks for several; has `{types}` and `{key}`.
-        variables: asks for the variables with a value; has `{value}` and `{count}`.
-        common: asks for the most common words; has `{count}`.
-        frequent: asks for the three most frequent coded words.
+        needle: has `{key}` and `{value}`.
+        question: has `{context}` and `{key}`.
+        prefix: the text before the answer, without the blank between them; has `{key}`.
+        new_tokens: tokens kept free for the answer.
         digits: of a number.
-        letters: of a variable's name, of one in the example before the question, of a coded word.
-        words: number of common words.
-        examples: whether tasks with an example before the question have it.
         increment: words (or lines) by which a haystack shrinks for a sample that is too long; None: the benchmark's.
     """
 
     name: str
     needle: str
-    one: Wording
-    many: Wording
-    variables: Wording
-    common: Wording
-    frequent: Wording
-    digits: int = 7
-    letters: tuple[int, int, int] = (5, 3, 6)
-    words: int = 10
-    examples: bool = True
-    increment: int | None = None
+    question: str
+    prefix: str
+    new_tokens: int
+    digits: int
+    increment: int | None
 
 
 TEMPLATES = {
     "ruler": Template(
-        "ruler",
-        needle="One of the special magic {types} for {key} is: {value}.",
-        one=Wording(
-            "A special magic {type} is hidden within the following text. Make sure to memorize it. I will quiz you "
-            "about the {type} afterwards.\n{context}\nWhat is the special magic {type} for {key} mentioned in the "
-            "provided text?",
-            " The special magic {type} for {key} mentioned in the provided text is",
-            128,
-        ),
-        many=Wording(
-            "Some special magic {types} are hidden within the following text. Make sure to memorize it. I will quiz "
-            "you about the {types} afterwards.\n{context}\nWhat are all the special magic {types} for {key} mentioned "
-            "in the provided text?",
-            " The special magic {types} for {key} mentioned in the provided text are",
-            128,
-        ),
-        variables=Wording(
-            "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
-            "Question: Find all variables that are assigned the value {value} in the text above.",
-            " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are "
-            "assigned the value {value}, they are: ",
-            30,
-        ),
-        common=Wording(
-            "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones "
-            "that appear most often.\n{context}\nQuestion: What are the {count} most common words in the above list?",
-            " Answer: The top {count} words that appear most often in the list are:",
-            120,
-        ),
-        frequent=Wording(
-            "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
-            "appeared coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. "
-            "What are the three most frequently appeared words in the above coded text?",
-            " Answer: According to the coded text above, the three most frequently appeared words are:",
-            50,
-        ),
+        name="ruler",
+        needle="One of the special magic numbers for {key} is: {value}.",
+        question="A special magic number is hidden within the following text. Make sure to memorize it. I will quiz "
+        "you about the number afterwards.\n{context}\nWhat is the special magic number for {key} mentioned in the "
+        "provided text?",
+        prefix=" The special magic number for {key} mentioned in the provided text is",
+        new_tokens=128,
+        digits=7,
+        increment=None,
     ),
     "short": Template(
-        "short",
-        needle="The {type} of {key} is {value}.",
-        one=Wording("{context}\nWhat is the {type} of {key}?", " The {type} of {key} is", 64),
-        many=Wording("{context}\nWhat are the {types} of {key}?", " The {types} of {key} are", 64),
-        variables=Wording("{context}\nWhich {count} variables are {value}?", " They are", 32),
-        common=Wording("{context}\nWhich {count} words are most common?", " They are", 32),
-        frequent=Wording("{context}\nWhich three words are most frequent?", " They are", 32),
+        name="short",
+        needle="The number of {key} is {value}.",
+        question="{context}\nWhat is the number of {key}?",
+        prefix=" The number of {key} is",
+        new_tokens=64,
         digits=2,
-        letters=(2, 2, 2),
-        words=3,
-        examples=False,
         increment=1,
     ),
 }
@@ -198,7 +141,7 @@ class Ingredients:
         template: the words around everything.
         haystack: running text.
         keys: words for keys.
-        new_tokens: tokens kept free for an answer; None: the number of the task's words.
+        new_tokens: tokens kept free for an answer; None: the template's number.
 
     Raises:
         ValueError: `new_tokens` is below 1, or there are fewer than 4 keys.
@@ -214,12 +157,9 @@ class Ingredients:
         if len(self.keys) < 4:
             raise ValueError(f"the keys {self.keys.name} are {len(self.keys)}, and niah_multikey_1 needs 4 in a sample")
 
-    @cached_property
-    def words(self) -> list[str]:
-        """Different words to count: those of the keys, then those of the haystack, in lower case."""
-        key_words = [*self.keys.nouns, *self.keys.adjectives]
-        text_words = sorted({word.lower() for word in self.haystack.words if word.isalpha() and len(word) > 2})
-        return list(dict.fromkeys([*key_words, *text_words]))
+    def needle(self, key: str, value: str) -> str:
+        """Return the sentence that gives a number to a key."""
+        return self.template.needle.format(key=key, value=value)
 
     @classmethod
     def choose(

@@ -48,7 +48,7 @@ class TextData(DataModule):
         end_of_text: the token of a tokenizer.json that ends a document; None: a usual one.
         path: a folder of text files, or one file; None: the standard library of the running interpreter.
         files: patterns of the files below `path` to take; None: all text files.
-        validation: patterns of the files to hold out; None: chosen by hash (see `Corpus`).
+        validation: patterns of the files to hold out; None: documents by hash (see `Corpus`).
         text_field: the field of JSON lines or the column of parquet that holds the text; None: `text`.
         corpus: a source of text instead of `path`.
         max_tokens: most tokens to train on, the first ones; None: all.
@@ -63,6 +63,8 @@ class TextData(DataModule):
         ValueError: a number is out of range, the tokenizer is unknown or too large for `vocabulary`.
         FileNotFoundError: there is nothing at `path`, or at `tokenizer`.
     """
+
+    resumes = True
 
     def __init__(
         self,

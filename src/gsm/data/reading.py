@@ -1,5 +1,7 @@
 """Read text from files: plain text and JSON lines, both also as .gz, .xz and .zst, and parquet.
 
+Python's standard library unpacks .gz and .xz; pyarrow, of the extra `data`, reads .zst and parquet.
+
 The ending of a file's name decides how the file is read, in letters of any case. JSON lines and parquet hold many
 documents. Any other file is one document.
 """
@@ -19,6 +21,8 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
+
+import fsspec
 
 from gsm import paths
 
@@ -52,14 +56,14 @@ def is_text(name: str) -> bool:
     return name.lower().endswith(SUFFIXES)
 
 
-def read_pieces(path: Path, field: str = "text") -> Iterator[Piece]:
+def read_pieces(path: Path | str, field: str = "text") -> Iterator[Piece]:
     """Yield the documents of one file in order, without empty ones.
 
     In text and JSON, bytes that are not UTF-8 become U+FFFD, and so do the lone surrogates that JSON can spell. In
     parquet they are damage. A JSON null counts as empty. A byte order mark at the beginning is dropped.
 
     Args:
-        path: the file.
+        path: the file, or an address that fsspec opens, such as `hf://datasets/...`.
         field: the field of a JSON line, or the column of parquet, that holds the text.
 
     Raises:
@@ -68,19 +72,20 @@ def read_pieces(path: Path, field: str = "text") -> Iterator[Piece]:
         OSError: the file cannot be opened.
         ModuleNotFoundError: the package that reads such a file is not installed.
     """
-    kind = without_packing(path.name).lower()
-    with damage_named(path), path.open("rb") as file:
+    where = str(path)
+    kind = without_packing(where).lower()
+    with _damage_named(where), _opened(where) as file:
         if kind.endswith(".parquet"):
-            pieces = _parquet(path, file, field)
+            pieces = _parquet(where, file, field)
         elif kind.endswith(".jsonl"):
-            pieces = _json_lines(path, _unpacked(path, file), field)
+            pieces = _json_lines(where, _unpacked(where, file), field)
         else:
-            pieces = _plain(path, _unpacked(path, file))
-        yield from _legible(path, pieces)
+            pieces = _plain(where, _unpacked(where, file))
+        yield from _legible(where, pieces)
 
 
 @contextmanager
-def damage_named(where: object) -> Iterator[None]:
+def _damage_named(where: str) -> Iterator[None]:
     """Turn errors about the contents of a file into `Damaged`. Errors of the disk and of the network stay as they are.
 
     Raises:
@@ -97,12 +102,8 @@ def damage_named(where: object) -> Iterator[None]:
         raise Damaged(f"{where} is damaged or cut short ({reason}); fetch it again, or leave it out") from error
 
 
-def documents_of(value: object, where: str, field: str) -> Iterator[Piece]:
-    """Yield the text in a field as pieces of at most `WHOLE` characters, cut after a line where there is one.
-
-    Raises:
-        Damaged: the value is not text. `where` names the file and the place in it.
-    """
+def _documents_of(value: object, where: str, field: str) -> Iterator[Piece]:
+    """Yield the text in a field as pieces of at most `WHOLE` characters, cut after a line where there is one."""
     if not (isinstance(value, str) or value is None):
         raise Damaged(f"{where} holds {value!r:.40} in field {field!r}, which is no text; set data.text_field")
     text, start = utf8(value or ""), 0
@@ -143,7 +144,7 @@ def without_packing(name: str) -> str:
     return stem if f"{dot}{ending.lower()}" in PACKED[1:] else name
 
 
-def _legible(path: Path, pieces: Iterator[Piece]) -> Iterator[Piece]:
+def _legible(path: str, pieces: Iterator[Piece]) -> Iterator[Piece]:
     """Yield the pieces of a file. Raise Damaged where hardly anything is text; warn where a few characters are odd."""
     characters = strange = 0
     for piece in pieces:
@@ -160,7 +161,7 @@ def _legible(path: Path, pieces: Iterator[Piece]) -> Iterator[Piece]:
 
 
 @cache
-def _warn_once(path: Path, strange: int, characters: int) -> None:
+def _warn_once(path: str, strange: int, characters: int) -> None:
     log.warning(
         "In %s, %s of %s characters are NUL or not UTF-8, which are read as U+FFFD: if it is Latin-1, convert it "
         "with iconv -f latin1 -t utf-8.",
@@ -170,20 +171,24 @@ def _warn_once(path: Path, strange: int, characters: int) -> None:
     )
 
 
-def _unpacked(path: Path, file: BinaryIO) -> IO[bytes]:
+def _opened(where: str) -> Any:
+    return fsspec.open(where, "rb") if "://" in where else open(where, "rb")
+
+
+def _unpacked(path: str, file: BinaryIO) -> IO[bytes]:
     """Return the contents of a file, unpacked as they are read."""
-    packed = path.suffix.lower()
+    packed = Path(path).suffix.lower()
     if packed == ".gz":
-        return gzip.GzipFile(fileobj=file, mode="rb")  # pyright: ignore[reportReturnType]
+        return gzip.open(file)  # pyright: ignore[reportReturnType]
     if packed == ".xz":
-        return lzma.LZMAFile(file)
+        return lzma.open(file)
     if packed == ".zst":
-        arrow = needed("pyarrow", f"zstd files such as {path.name}")
+        arrow = needed("pyarrow", f"zstd files such as {path}")
         return io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(file, mode="r"), "zstd"))
     return file
 
 
-def _plain(path: Path, file: IO[bytes]) -> Iterator[Piece]:
+def _plain(path: str, file: IO[bytes]) -> Iterator[Piece]:
     """Yield one document. Pieces end with a line: hardly any token would cross their border."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     raw = _without_mark(path, _block(file))
@@ -198,14 +203,14 @@ def _block(file: IO[bytes]) -> bytes:
     return raw + file.readline(WHOLE) if len(raw) == WHOLE else raw
 
 
-def _without_mark(path: Path, raw: bytes) -> bytes:
+def _without_mark(path: str, raw: bytes) -> bytes:
     """Return the beginning of a file without the mark that Windows writes. Raise Damaged for UTF-16."""
     if encoding := MARKS.get(raw[:2]):
         raise Damaged(f"{path} is {encoding}; convert it with iconv -f {encoding} -t UTF-8, or leave it out")
     return raw.removeprefix(codecs.BOM_UTF8)
 
 
-def _json_lines(path: Path, file: IO[bytes], field: str) -> Iterator[Piece]:
+def _json_lines(path: str, file: IO[bytes], field: str) -> Iterator[Piece]:
     for number, raw in enumerate(file, start=1):
         where, line = f"{path}, line {number},", _without_mark(path, raw)
         if not line.strip():
@@ -219,11 +224,11 @@ def _json_lines(path: Path, file: IO[bytes], field: str) -> Iterator[Piece]:
         if not isinstance(row, dict) or field not in row:
             has = f"fields {', '.join(row)}" if isinstance(row, dict) else f"{row!r:.40}"
             raise Damaged(f"{where} has no field {field!r} but {has}; set data.text_field to the one with the text")
-        yield from documents_of(row[field], where, field)
+        yield from _documents_of(row[field], where, field)
 
 
-def _parquet(path: Path, file: BinaryIO, field: str) -> Iterator[Piece]:
-    parquet = needed("pyarrow.parquet", f"parquet files such as {path.name}")
+def _parquet(path: str, file: BinaryIO, field: str) -> Iterator[Piece]:
+    parquet = needed("pyarrow.parquet", f"parquet files such as {path}")
     table = parquet.ParquetFile(file, page_checksum_verification=True)
     columns, about = table.schema_arrow.names, table.metadata
     if field not in columns:
@@ -233,4 +238,4 @@ def _parquet(path: Path, file: BinaryIO, field: str) -> Iterator[Piece]:
     batches = table.iter_batches(batch_size=rows, columns=[field])
     values = (value for batch in batches for value in batch.column(0).to_pylist())
     for number, value in enumerate(values, start=1):
-        yield from documents_of(value, f"{path}, row {number},", field)
+        yield from _documents_of(value, f"{path}, row {number},", field)

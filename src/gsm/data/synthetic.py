@@ -65,7 +65,7 @@ class MadeData(DataModule, ABC):
         validation_sequences: number of sequences of validation.
     """
 
-    measures_accuracy = True
+    measures_accuracy, resumes = True, True
     validation_set: Any
     validation_sequences: int
 

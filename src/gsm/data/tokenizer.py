@@ -16,13 +16,14 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gsm.data.description import description, mark_end, of_library, opened, read_description
+from gsm.data.description import mark_end, opened, read_description
 from gsm.data.reading import utf8
 from gsm.data.spelling import UNKNOWN, is_byte_level, keeps_borders, spell
+from gsm.errors import ConfigError
 
 if TYPE_CHECKING:
     import tokenizers
@@ -64,7 +65,7 @@ class Tokenizer:
             ValueError: `vocabulary` is below 257.
         """
         require_vocabulary("bpe", vocabulary)
-        return cls(opened(description(_learn(texts, vocabulary, END_OF_TEXT))))
+        return cls(opened(_learn(texts, vocabulary, END_OF_TEXT), "its training"))
 
     @classmethod
     def plain_bytes(cls) -> Tokenizer:
@@ -81,17 +82,17 @@ class Tokenizer:
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it cannot be read, or has no end of text.
+            ConfigError: it cannot be read, is not byte-level, or has no end of text.
         """
-        return cls._of_file(read_description(path), end_of_text)
+        return cls._of_file(read_description(path), path, end_of_text)
 
     @classmethod
-    def _of_file(cls, content: dict[str, Any], end_of_text: str | None) -> Tokenizer:
-        read = opened(content)
+    def _of_file(cls, text: str, where: str, end_of_text: str | None) -> Tokenizer:
+        read = opened(text, where)
         if not is_byte_level(read):
-            raise ValueError(
-                "this tokenizer.json is not allowed because its pieces are no bytes, as those of SentencePiece. "
-                "Use a byte-level one, as of GPT-2, Llama 3, DeepSeek or Qwen."
+            raise ConfigError(
+                f"tokenizer must be byte-level, as that of GPT-2, Llama 3, DeepSeek or Qwen, and not SentencePiece's, "
+                f"got {where}"
             )
         return cls(read, "file", mark_end(read, end_of_text))
 
@@ -100,18 +101,15 @@ class Tokenizer:
         """Build the tokenizer of a state of `to_state`.
 
         Raises:
-            ValueError: the kind is unknown, or the description of a BPE is missing or damaged.
+            ConfigError: the kind is unknown, or the description of a BPE is missing or damaged.
         """
         require_kind(state.get("kind"))
         if state["kind"] == "bytes":
             return cls.plain_bytes()
-        try:
-            content = description(state.get("json") or "")
-        except ValueError as error:
-            raise ValueError(
-                f"the tokenizer's state has no readable 'json' ({error}); take it again from Tokenizer.to_state()"
-            ) from error
-        return cls._of_file(content, state.get("end_of_text")) if state["kind"] == "file" else cls(opened(content))
+        text, where = state.get("json") or "", "the state of a tokenizer"
+        return (
+            cls._of_file(text, where, state.get("end_of_text")) if state["kind"] == "file" else cls(opened(text, where))
+        )
 
     def to_state(self) -> dict[str, str | None]:
         """Return plain strings for `from_state`: `{"kind": ..., "json": ...}`; no json for bytes."""
@@ -131,8 +129,7 @@ class Tokenizer:
         """Return the ids of many texts. A BPE works on them in parallel."""
         if self._bpe is None:
             return [list(utf8(text).encode()) for text in texts]
-        with of_library("encode this text"):
-            return [row.ids for row in self._bpe.encode_batch_fast(list(map(utf8, texts)), add_special_tokens=False)]
+        return [row.ids for row in self._bpe.encode_batch_fast(list(map(utf8, texts)), add_special_tokens=False)]
 
     def parts(self, text: str) -> Iterator[str]:
         """Yield a text in parts whose ids, one after another, are those of the text."""
@@ -194,9 +191,9 @@ class StreamDecoder:
 
 
 def require_kind(kind: str | None) -> None:
-    """Raise ValueError for a `kind` that is not one of `KINDS`."""
+    """Raise ConfigError for a `kind` that is not one of `KINDS`."""
     if kind not in KINDS:
-        raise ValueError(f"tokenizer must be bpe, bytes or the path of a tokenizer.json, got {kind}")
+        raise ConfigError(f"tokenizer must be bpe, bytes or the path of a tokenizer.json, got {kind}")
 
 
 def require_vocabulary(kind: str, vocabulary: int) -> None:

@@ -2,14 +2,17 @@
 
     python evaluate.py checkpoint=logs/default tasks=paper data=FOLDER
 
-A task has one file of results, with every sample's scores. Batches are planned from all samples and never change, so
-that an interrupted evaluation ends with the numbers of an uninterrupted one.
+A task has one file of results, with every sample's scores. An interrupted evaluation goes on from the harness's cache
+of answers (its ``use_cache``) in our cache folder: the harness reads it with pickle, so it never lies beside a
+checkpoint.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,19 +23,19 @@ from typing import Any, ClassVar
 from gsm import paths
 from gsm.config.check import ConfigError
 from gsm.config.load import refusals
+from gsm.data.cache import cache_folder
 from gsm.errors import within
 from gsm.evaluation import tasks
 from gsm.evaluation.checkpoints import Trained, home
 from gsm.evaluation.measure import Measure, own_json, publish
 from gsm.evaluation.paper import Published, published
 from gsm.evaluation.results import Results, by_arm, difference, means, side_by_side
-from gsm.evaluation.tasks import Task
+from gsm.evaluation.tasks import HUB, Task
 from gsm.tables import Grid
 from gsm.training.callbacks.summary import versions
 
 LONGEST = 4096  # tokens of context in the paper's evaluation
 ROWS = 32
-HUB = "hub"  # in the settings of results, where documents are not local files
 # The result of one checkpoint: `experiment`, `arm`, `seed`, `mixture`, and `tasks`, each with `scores` and `samples`.
 Result = Mapping[str, Any]
 
@@ -105,31 +108,27 @@ class Tasks(Measure):
             **{"precision": trained.precision, "device": trained.device_kind, "versions": versions()},
             "scorer": f"lm-eval {importlib.metadata.version('lm-eval')}",
         }
-        scored = {}
-        for task in self.chosen:
-            identity = {"task": task.name, **settings, "documents": self._documents(task)}
-            results = Results(self._samples_of(task.name, trained.file), identity)
-            if "samples" not in results.conclusion:
-                self._score(trained, task, results, longest)
-            scored[task.name] = results.content()
+        kept = {
+            task.name: Results(
+                self._samples_of(task.name, trained.file),
+                {"task": task.name, **settings, "documents": task.documents(self.data)},
+            )
+            for task in self.chosen
+        }
+        left = [name for name, results in kept.items() if "samples" not in results.conclusion]
+        if left:
+            from gsm.evaluation import harness
+
+            questions = {name: self.questions[name] for name in left}
+            key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+            lm = harness.LM(trained.model, trained.tokenizer, longest, self.batch_size)
+            with trained.computing():
+                scored = harness.measure(lm, questions, self.limit, cache_folder() / "lm_eval" / key)
+            for name, content in scored.items():
+                kept[name].save(**content)
         report = trained.model.parameter_report()
-        return {**trained.facts, "mixture": report.active < report.total, "tasks": scored}
-
-    def _score(self, trained: Trained, task: Task, results: Results, longest: int) -> None:
-        """Score the missing samples of a task."""
-        from gsm.evaluation import harness
-
-        options: dict[str, Any] = {"max_length": longest, "rows": self.batch_size, "limit": self.limit}
-        options |= {"results": results, "progress": trained.progress("batches", f"{task.name}: ")}
-        questions = self.questions[task.name]
-        with trained.computing():
-            harness.measure(trained.model, trained.tokenizer, task, questions, **options)
-
-    def _documents(self, task: Task) -> str:
-        """Return the digest of a task's local files. Raises ConfigError."""
-        with refusals("tasks"):
-            files = task.paths(self.data)
-            return tasks.digest(list(files.values())) if files else HUB
+        tasks = {name: results.content() for name, results in kept.items()}
+        return {**trained.facts, "mixture": report.active < report.total, "tasks": tasks}
 
     def conclude(self, results: Sequence[Result], place: Path) -> None:
         """Print and write the paper's table with its average, and the differences of the arms."""

@@ -22,7 +22,7 @@ from gsm.analysis.interventions import ablations
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import as_in_file, instantiate_data, refusals, tokenizer_of, vetted_node
-from gsm.data.base import DataModule, with_defaults
+from gsm.data.base import DataModule, require_data_module
 from gsm.data.loader import Batches
 from gsm.data.module import TextData
 from gsm.data.packing import DOCUMENTS, validation_indices
@@ -214,7 +214,7 @@ def open_data(
         if getattr(made, f"{split}_set", None) is None:  # a data module of the user's, prepared as for a trainer
             made.prepare_data()
             made.setup("validate")
-    return with_defaults(made)
+    return require_data_module(made)
 
 
 def _other(config: Mapping[str, Any], data: str, path: str) -> dict[str, Any]:

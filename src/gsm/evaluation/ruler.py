@@ -62,8 +62,7 @@ class Ruler(Measure):
 
     Args:
         lengths: of question and answer, such as 4096,8192; left out: those of the paper up to the model's context
-        tasks: some of niah_single_1,niah_single_2,niah_single_3,niah_multikey_1,niah_multikey_2,niah_multikey_3,
-            niah_multivalue,niah_multiquery,vt,cwe,fwe; left out: niah_single_1,niah_single_2,niah_multikey_1
+        tasks: some of niah_single_1,niah_single_2,niah_multikey_1,niah_multikey_2; left out: all but the last
         examples: of every task at every length
         answers: direct; or cot: the text behind the last "Final answer:" is judged
         template: ruler; or short, for small models

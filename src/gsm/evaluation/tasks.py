@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import yaml
 from gsm.config.check import unknown
 
 TABLE = Path(__file__).with_name("tasks.yaml")
-ENDINGS = (".jsonl", ".jsonl.xz")
+HUB = "hub"  # in the settings of results, where documents are not local files
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,26 @@ class Task:
         """Return the local files by split, from the folder ``data``; no folder, no files: the hub has the documents.
 
         Raises:
-            ValueError, FileNotFoundError: the task has no local files, or the folder lacks one.
+            ConfigError, FileNotFoundError: the task has no local files, or the folder lacks one.
         """
-        if data and not self.files:
+        if not data:
+            return {}
+        if not self.files:
             raise unknown("task", self.name, known(), "the tasks with local files (data=)")
-        return {split: _path(Path(data), name, self.name) for split, name in self.files.items()} if data else {}
+        paths = {split: Path(data) / f"{name}.jsonl" for split, name in self.files.items()}
+        paths = {split: path if path.exists() else path.with_suffix(".jsonl.xz") for split, path in paths.items()}
+        for path in paths.values():
+            if not path.exists():
+                raise FileNotFoundError(f"{data} lacks {path.with_suffix('').name} (or .jsonl.xz) of {self.name}")
+        return paths
+
+    def documents(self, data: str) -> str:
+        """Return the SHA-256 of the local files, or ``hub``. Raises as ``paths`` does."""
+        total = hashlib.sha256()
+        for path in self.paths(data).values():
+            with path.open("rb") as file:
+                total.update(hashlib.file_digest(file, "sha256").digest())
+        return total.hexdigest() if data else HUB
 
 
 def load(name: str) -> Task:
@@ -62,19 +77,3 @@ def load(name: str) -> Task:
 def known() -> list[str]:
     """Return the names of the tasks in our tables."""
     return sorted(yaml.safe_load(TABLE.read_text(encoding="utf-8")))
-
-
-def digest(paths: Sequence[Path]) -> str:
-    """Return the SHA-256 of files of documents, in hexadecimal."""
-    total = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as file:
-            total.update(hashlib.file_digest(file, "sha256").digest())
-    return total.hexdigest()
-
-
-def _path(folder: Path, stem: str, task: str) -> Path:
-    for path in (folder / f"{stem}{ending}" for ending in ENDINGS):
-        if path.is_file():
-            return path
-    raise FileNotFoundError(f"{folder} lacks {stem}.jsonl (or .jsonl.xz) of {task}")

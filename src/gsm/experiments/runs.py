@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from gsm import paths
-from gsm.checkpoint import is_model
+from gsm.checkpoint import CheckpointError
 from gsm.config.address import address, changed, find, hashed, settings
 from gsm.config.check import ConfigError, flat
 from gsm.config.compose import compose, quoted, refuse_unnamed
-from gsm.config.load import checkpoint_folder, digest
+from gsm.config.load import digest
 from gsm.evaluation import commands
 from gsm.evaluation.measure import Measure
 from gsm.evaluation.ruler import Ruler
@@ -92,8 +93,9 @@ class Run:
         if config := self.config:
             return training.finished(config, lambda: open_data(config).fingerprint())
         known = read_json(self.folder / "summary.json") or {}
-        there = known.get("status") == "finished" and is_model(checkpoint_folder(self.checkpoint or ""))
-        return there and known.get("checkpoint") == digest(self.checkpoint)
+        with contextlib.suppress(CheckpointError, FileNotFoundError):  # started again, it names the remedy
+            return known.get("status") == "finished" and known.get("checkpoint") == digest(self.checkpoint)
+        return False
 
     def conclude(self) -> None:
         """Write the summary of a measurement; a training writes its own. Raises OSError."""

@@ -88,7 +88,7 @@ def finished(config: Mapping[str, Any], fingerprint: Callable[[], Mapping[str, s
     if not is_finished(folder):
         return False
     there, here = flat(noted(folder)), flat(config)
-    if any(there.get(key) != here.get(key) for key in config["address"]["paths"]):
+    if any(there.get(key) != here.get(key) for key in config["address"]["paths"] if key in there):
         refuse_others(config, read_checkpoint(folder, weights=False), fingerprint())
     return True
 
@@ -156,10 +156,8 @@ def refuse_others(config: Mapping[str, Any], facts: Mapping[str, Any], fingerpri
 def _trained_on(path: Path, config: Mapping[str, Any], fingerprint: Mapping[str, str | int]) -> int:
     """Return the number of the step of another run that a run trains on. Raises as `begin`."""
     facts = _read(path)
-    rule = config["address"]
-    rule = {**rule, "label": [*rule["label"], *rule["branch"]]}
-    there, here = ({**one, "address": rule} for one in (facts["hyper_parameters"]["config"], config))
-    if changes := differences(there, here) or unlike(facts["fingerprint"], fingerprint):
+    theirs, free = facts["hyper_parameters"]["config"], config["address"]["branch"]
+    if changes := differences(theirs, config, without=free) or unlike(facts["fingerprint"], fingerprint):
         raise ConfigError(f"start_fresh must be true for a run that differs from start_from in {few(changes)}")
     step, last = facts["global_step"], config["trainer"]["max_steps"]
     if step > last:

@@ -34,7 +34,7 @@ from gsm.config.load import (
     read_checkpoint,
     refusals,
 )
-from gsm.data.base import DataModule, with_defaults
+from gsm.data.base import DataModule, require_data_module
 from gsm.data.synthetic import UNSEEN, SyntheticData
 from gsm.errors import ConfigError
 from gsm.evaluation import ngrams
@@ -137,7 +137,7 @@ def open_data(config: Mapping[str, Any]) -> DataModule:
     path = config.get("start_from")
     data = instantiate_data(config["data"], weights.tokenizer(path, config["data"]) if path else None)
     with refusals("data"):
-        data = with_defaults(data)
+        data = require_data_module(data)
         data.prepare_data()
         data.setup("fit")
     return data

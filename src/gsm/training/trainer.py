@@ -28,25 +28,22 @@ from gsm.training.module import LanguageModeling
 from gsm.training.resume import ResumeState
 from gsm_kernels.launch import unready
 
-# Arguments of Lightning's Trainer that a run takes; docs/training.md has the ways in place of the others.
-TAKEN = {
-    *("accelerator", "devices", "num_nodes", "strategy", "precision", "plugins", "max_steps", "val_check_interval"),
-    *("limit_train_batches", "limit_val_batches", "num_sanity_val_steps", "log_every_n_steps", "gradient_clip_val"),
-    *("enable_progress_bar", "enable_model_summary", "deterministic", "benchmark", "inference_mode"),
-    *("detect_anomaly", "use_distributed_sampler", "reload_dataloaders_every_n_epochs", "profiler"),
+# Arguments of Lightning's Trainer that would change what a step or a run is, and what says it instead. Others are
+# Lightning's: it checks their values.
+INSTEAD = {
+    "accumulate_grad_batches": "global_batch",
+    **dict.fromkeys(["max_epochs", "min_epochs", "min_steps", "max_time", "fast_dev_run"], "trainer.max_steps"),
+    "overfit_batches": "data.max_tokens",
+    "check_val_every_n_epoch": "trainer.val_check_interval",
+    "gradient_clip_algorithm": "trainer.gradient_clip_val, which clips the norm",
+    "callbacks": "the group callbacks",
+    "enable_checkpointing": "callbacks.latest",
+    "logger": "the group logger",
+    "default_root_dir": "folder",
+    "model_registry": "the group logger",
+    "enable_autolog_hparams": "the group logger",
 }
 STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false")  # by name
-# Ranges of numbers, both ends included; None: no end.
-RANGES: dict[str, tuple[float, float | None]] = {
-    "max_steps": (1, None),
-    "devices": (1, 1024),
-    "num_nodes": (1, 100_000),
-    "context": (1, None),
-    "gradient_clip_val": (0, None),
-    "log_every_n_steps": (1, None),
-    "val_check_interval": (1, None),
-    "num_sanity_val_steps": (-1, None),
-}
 MACHINE = ("accelerator", "context")  # where another machine may train
 
 
@@ -119,10 +116,10 @@ def ranks_in(config: Mapping[str, Any]) -> int | None:
     if devices == "auto":
         devices = 1 if chosen.get("accelerator") == "cpu" else max(torch.cuda.device_count(), 1)
     context = strategy.get("context", 1) if isinstance(strategy, Mapping) else 1
-    if type(devices) is not int or type(context) is not int or context < 1:
-        return None
+    if type(devices) is not int or type(context) is not int or min(devices, context) < 1:
+        return None  # Lightning and the strategy refuse them
     world = devices * (chosen.get("num_nodes") or 1)
-    return None if world % context else world // context
+    return None if world < 1 or world % context else world // context
 
 
 def refuse_context(trainer: lightning.Trainer) -> None:
@@ -145,7 +142,6 @@ def refuse_early(config: Mapping[str, Any]) -> None:
     if "task" in config.get("data", {}):  # other data read files
         instantiate(config["data"], "data")
     if chosen := config.get("trainer"):
-        refuse_numbers(chosen)
         refuse_arguments({name: value for name, value in chosen.items() if name not in MACHINE})
     if "data" in config and (world := ranks_in(config)):
         batches_a_step(config, world)
@@ -169,6 +165,9 @@ def batches_a_step(config: Mapping[str, Any], world: int) -> int:
 def _divided(config: Mapping[str, Any], world: int) -> int:
     """Return the same number, without a look at the end of a pass."""
     total, batch = config["global_batch"], config["data"].get("batch_size")
+    if type(total) is not int:
+        raise ConfigError(f"global_batch must be a whole number of sequences, got {total!r}")
+    within(1, global_batch=total)
     if batch is None:
         raise ConfigError(f"data.batch_size must be given: it divides the steps of global_batch={total} sequences")
     at_once = world * batch
@@ -265,7 +264,6 @@ def refuse_shared_experts(parts: Sequence[Experts], ranks: int, world: int) -> N
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of the Trainer. Raises ConfigError for an argument that a run does not take."""
     chosen = dict(config["trainer"])
-    refuse_numbers(chosen)
     context, strategy = chosen.pop("context", None), chosen.get("strategy")
     divides = strategy.get("context", 1) if isinstance(strategy, Mapping) else 1
     if context is not None and context != divides:  # the strategy has it from there, in trainer=context
@@ -287,21 +285,15 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-def refuse_numbers(chosen: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a number that is out of range (`RANGES`)."""
-    for name, (low, high) in RANGES.items():
-        if isinstance(chosen.get(name), int | float):
-            within(low, high, **{f"trainer.{name}": chosen[name]})
-
-
 def refuse_arguments(chosen: Mapping[str, Any]) -> None:
     """Raise ConfigError for an argument of the Trainer that a run does not take, or not with this value."""
     for name, value in chosen.items():
-        if not (name in TAKEN or name.startswith("_") or value is None):
-            raise ConfigError(
-                f"trainer.{name}={value!s:.40} is not allowed because a run does not take it. Use "
-                f"{', '.join(sorted(TAKEN))}, or the way in docs/training.md."
-            )
+        if name in INSTEAD and value is not None:
+            raise ConfigError(f"trainer.{name} must be left out, got {value!s:.40}. Use {INSTEAD[name]}.")
+    # Lightning would train uphill, for ever or not at all, and not say so.
+    steps = {name: chosen.get(name) for name in ("max_steps", "log_every_n_steps", "val_check_interval")}
+    within(1, **{f"trainer.{name}": value for name, value in steps.items() if isinstance(value, int | float)})
+    within(0, **{"trainer.gradient_clip_val": chosen.get("gradient_clip_val")})
     strategy = chosen.get("strategy")
     if not (strategy is None or strategy in STRATEGIES or isinstance(strategy, Mapping)):
         raise ConfigError(
@@ -319,11 +311,6 @@ def refuse_arguments(chosen: Mapping[str, Any]) -> None:
     if accelerator in ("mps", "tpu", "hpu", "xla"):
         raise ConfigError(
             f"trainer.accelerator={accelerator} is not allowed because it was never tried. Use cpu, gpu or auto."
-        )
-    if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
-        raise ConfigError(
-            f"trainer.accelerator={accelerator} is not allowed because PyTorch sees no GPU here. Use trainer=cpu, or "
-            "install PyTorch for the GPU of this machine."
         )
 
 
