@@ -89,7 +89,7 @@ def test_a_checkpoint_is_one_run_of_the_model_that_its_name_says(tmp_path: Path)
     with pytest.raises(ConfigError, match="name=baseline is not allowed, because the model is a gsm"):
         models.read([{"name": "baseline", "checkpoint": str(run)}])
     trained(tmp_path / "gsm-seed1-77ab03e1")
-    with pytest.raises(ConfigError, match="2 runs are below it. Use one of .*seed0, .*seed1"):
+    with pytest.raises(ConfigError, match="2 runs are below it. Use one of .*seed0-.*, .*seed1-"):
         models.read([{"name": "a", "checkpoint": str(tmp_path)}])
     for word in ("model/writer=gated", "data.context=32", "model=baseline", "~model.state_size"):
         with pytest.raises(ConfigError, match="a checkpoint cannot be changed by"):

@@ -13,7 +13,7 @@ import pytest
 from records import write_trial
 from short_runs import folder_of
 from test_compare import experiment, write_run
-from test_experiment import fake, place, toy
+from test_experiment import fake, toy
 
 from gsm.config.check import ConfigError
 from gsm.config.command_line import command
@@ -117,12 +117,12 @@ def test_a_damaged_configuration_is_named(experiment: Path, damaged: str):
         compare(str(experiment))
 
 
-def test_an_arm_without_a_run_is_named(tmp_path: Path, fake: list[str], capsys: pytest.CaptureFixture[str]):
-    train_all(toy(tmp_path, "arm=mhc", "seeds=1", script=fake))
-    page = place(tmp_path, "results.html")
+def test_an_arm_without_a_run_is_named(tmp_path: Path, fake: None, capsys: pytest.CaptureFixture[str]):
+    train_all(toy(tmp_path, "arm=mhc", "seeds=1"))
+    page = tmp_path / "logs/toy/results.html"
     assert "No finished run: plain" in Page(page).text
     assert str(page) in "".join(capsys.readouterr().out.split()).replace("browser:", "browser: "), "and where it is"
-    train_all(toy(tmp_path, script=fake))
+    train_all(toy(tmp_path))
     assert "4 of 4 runs finished" in Page(page).text and "No finished run" not in Page(page).text
 
 
