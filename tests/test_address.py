@@ -29,8 +29,9 @@ DECIDES = """seed=1 model/writer=gated model.state_size=6 data.context=16 data.s
 optimizer.learning_rate=1e-4 optimizer=adamw global_batch=16 trainer.max_steps=31 trainer.precision=bf16-true
 trainer.gradient_clip_val=null trainer.limit_val_batches=1 data.path=/other data.tokenizer=bpe
 +callbacks.ema={_target_:lightning.pytorch.callbacks.EMAWeightAveraging}""".split()
-MEANS_NOTHING = """data.batch_size=2 trainer=ddp trainer.devices=2 data.cache_dir=/cache logs=/elsewhere name=other arm=other jobs=2
-ngrams=true sample=true logger=csv callbacks.latest.minutes=3 callbacks.progress=null trainer.val_check_interval=3
+MEANS_NOTHING = """data.batch_size=2 trainer=ddp trainer.devices=2 data.cache_dir=/cache logs=/elsewhere name=other arm=other
+jobs=2 ngrams=true sample=true logger=csv callbacks.latest.minutes=3 callbacks.progress=null
+trainer.val_check_interval=3
 trainer.log_every_n_steps=1 data.path=/disk2/texts trainer.gradient_clip_val=1 table=[val_loss]
 trainer.enable_progress_bar=true""".split()
 

@@ -13,7 +13,7 @@ from gsm import files
 from gsm.config.check import ConfigError
 from gsm.config.command_line import call
 from gsm.config.compose import compose
-from gsm.config.load import checkpoint_folder
+from gsm.config.stored import checkpoint_folder
 from gsm.data import cache
 from gsm.data.cache import cache_folder
 from gsm.data.corpus import Corpus, fraction, standard_library

@@ -17,7 +17,8 @@ from small import cases, mostly_nightly
 
 import gsm
 from gsm.config.check import ConfigError
-from gsm.config.load import CheckpointError, digest, load_tokenizer, read_checkpoint
+from gsm.config.load import CheckpointError, load_tokenizer
+from gsm.config.stored import digest, read_checkpoint
 from gsm.data.tokenizer import Tokenizer
 from gsm.training import weights
 

@@ -24,7 +24,8 @@ import gsm
 from gsm.checkpoint import newest
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
-from gsm.config.load import CheckpointError, read_checkpoint
+from gsm.config.load import CheckpointError
+from gsm.config.stored import read_checkpoint
 from gsm.data.base import DataModule, require_data_module
 from gsm.data.loader import Batches
 from gsm.evaluation.held_out import HeldOut

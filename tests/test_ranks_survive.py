@@ -24,7 +24,8 @@ from test_experiment import until
 from test_jobs import running
 
 from gsm import checkpoint, exchange
-from gsm.config.load import load_model, read_checkpoint
+from gsm.config.load import load_model
+from gsm.config.stored import read_checkpoint
 from gsm.paths import ROOT
 
 pytestmark = pytest.mark.slow

@@ -20,7 +20,8 @@ from short_runs import arguments, at_call, count_calls, lines, no_death, place_o
 from gsm import checkpoint, files
 from gsm.config import command_line
 from gsm.config.compose import compose
-from gsm.config.load import CheckpointError, instantiate, read_checkpoint
+from gsm.config.load import CheckpointError, instantiate
+from gsm.config.stored import read_checkpoint
 from gsm.files import write_json
 from gsm.training.folder import Begin, begin
 from gsm.training.module import LanguageModeling

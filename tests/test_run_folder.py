@@ -25,7 +25,8 @@ from stored import store
 from gsm.config.address import address
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
-from gsm.config.load import CheckpointError, checkpoint_folder, digest, named, origin
+from gsm.config.load import CheckpointError
+from gsm.config.stored import checkpoint_folder, digest, named, origin
 from gsm.evaluation.generate import generate
 from gsm.training import run as fit
 from gsm.training.callbacks.checkpoints import Latest

@@ -16,7 +16,8 @@ from stored import store
 from gsm.checkpoint import newest, read
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
-from gsm.config.load import CheckpointError, checkpoint_folder, digest, read_checkpoint
+from gsm.config.load import CheckpointError
+from gsm.config.stored import checkpoint_folder, digest, read_checkpoint
 from gsm.evaluation import checkpoints, commands
 from gsm.evaluation.ruler import Ruler
 from gsm.experiments import execute as experiments

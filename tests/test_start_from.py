@@ -16,14 +16,8 @@ from short_runs import BY_MODEL, BYTES, TINY, assemble
 from gsm import checkpoint
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
-from gsm.config.load import (
-    CheckpointError,
-    checkpoint_folder,
-    digest,
-    instantiate,
-    instantiate_model,
-    load_tokenizer,
-)
+from gsm.config.load import CheckpointError, instantiate, instantiate_model, load_tokenizer
+from gsm.config.stored import checkpoint_folder, digest
 from gsm.data.tokenizer import Tokenizer
 from gsm.training.folder import finished
 from gsm.training.module import LanguageModeling

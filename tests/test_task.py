@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from gsm.checkpoint import newest, steps
-from gsm.config.load import read_checkpoint
+from gsm.config.stored import read_checkpoint
 from gsm.data.module import TextData
 from gsm.training.callbacks.checkpoints import Best, Folders, Latest
 from gsm.training.callbacks.metrics_file import MetricsFile

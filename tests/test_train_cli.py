@@ -23,7 +23,8 @@ from gsm.config import command_line
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.handed import hand_on
-from gsm.config.load import CheckpointError, load_tokenizer, read_checkpoint
+from gsm.config.load import CheckpointError, load_tokenizer
+from gsm.config.stored import read_checkpoint
 from gsm.evaluation.checkpoints import checkpoints
 from gsm.evaluation.generate import generate
 from gsm.evaluation.held_out import HeldOut

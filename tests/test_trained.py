@@ -15,7 +15,8 @@ import gsm
 from gsm import paths
 from gsm.analysis import needles
 from gsm.analysis.interventions import answers
-from gsm.config.load import checkpoint_folder, load_tokenizer, read_checkpoint
+from gsm.config.load import load_tokenizer
+from gsm.config.stored import checkpoint_folder, read_checkpoint
 from gsm.evaluation.checkpoints import checkpoints, home
 from gsm.evaluation.generate import generate
 from gsm.evaluation.held_out import HeldOut

@@ -22,7 +22,7 @@ from test_runs import InThisProcess, pretend
 
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
-from gsm.config.load import read_checkpoint
+from gsm.config.stored import read_checkpoint
 from gsm.evaluation import checkpoints
 from gsm.experiments import execute as experiments
 from gsm.experiments import runs as planned

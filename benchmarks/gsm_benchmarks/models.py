@@ -23,7 +23,8 @@ import torch
 from gsm import paths
 from gsm.config.check import unknown
 from gsm.config.compose import compose
-from gsm.config.load import build_model, digest, load_model, read_checkpoint
+from gsm.config.load import build_model, load_model
+from gsm.config.stored import digest, read_checkpoint
 from gsm.costs.model import Cost, cost
 from gsm.errors import ConfigError
 from gsm.models.base import LanguageModel

@@ -15,16 +15,8 @@ from gsm.analysis import figures, views
 from gsm.analysis.attention import attention_map
 from gsm.analysis.rollout import Routes
 from gsm.config.compose import compose, quoted
-from gsm.config.load import (
-    build_model,
-    instantiate,
-    is_finished,
-    load_model,
-    load_tokenizer,
-    read_checkpoint,
-    started,
-    vetted_node,
-)
+from gsm.config.load import build_model, instantiate, load_model, load_tokenizer, vetted_node
+from gsm.config.stored import is_finished, read_checkpoint, started
 from gsm.costs.model import Cost, cost
 from gsm.data.cache import cache_folder
 from gsm.data.synthetic import SyntheticData

@@ -100,7 +100,7 @@ def _placed(config: dict[str, Any], overrides: Collection[str]) -> dict[str, Any
                 f"{key} must be left out, as it follows from the others: logs= and name= choose the place"
             )
     if config["start_from"] and not config["origin"]:
-        from gsm.config.load import origin  # it imports PyTorch, too slow for the error of a misspelt word
+        from gsm.config.stored import origin  # it imports PyTorch, too slow for the error of a misspelt word
 
         config["start_from"], config["origin"] = origin(config["start_from"])
     return placed(config)

@@ -16,15 +16,8 @@ from tqdm import tqdm
 from gsm import checkpoint, paths
 from gsm.config.address import address
 from gsm.config.check import ConfigError
-from gsm.config.load import (
-    checkpoint_folder,
-    digest,
-    load_model,
-    read_checkpoint,
-    refusals,
-    tokenizer_of,
-    usable,
-)
+from gsm.config.load import load_model, refusals, tokenizer_of, usable
+from gsm.config.stored import checkpoint_folder, digest, read_checkpoint
 from gsm.data.tokenizer import Tokenizer
 from gsm.evaluation.results import Progress
 from gsm.models.base import LanguageModel

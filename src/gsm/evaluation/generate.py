@@ -10,7 +10,8 @@ from contextlib import contextmanager
 import torch
 
 from gsm.config.check import ConfigError
-from gsm.config.load import load_model, read_checkpoint, refusals, tokenizer_of, usable
+from gsm.config.load import load_model, refusals, tokenizer_of, usable
+from gsm.config.stored import read_checkpoint
 from gsm.costs import room
 from gsm.data.reading import utf8
 from gsm.data.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ from gsm.checkpoint import CheckpointError
 from gsm.config.address import address, changed, find, hashed, settings
 from gsm.config.check import ConfigError, flat
 from gsm.config.compose import compose, quoted, refuse_unnamed
-from gsm.config.load import digest
+from gsm.config.stored import digest
 from gsm.evaluation import commands
 from gsm.evaluation.measure import Measure
 from gsm.evaluation.ruler import Ruler

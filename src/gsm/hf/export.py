@@ -16,7 +16,8 @@ from gsm import __version__
 from gsm.checkpoint import CONFIG, FACTS, TOKENIZER, is_model
 from gsm.config.check import ConfigError
 from gsm.config.command_line import path_text
-from gsm.config.load import checkpoint_folder, load_sound_weights, read_checkpoint, tokenizer_of
+from gsm.config.load import load_sound_weights, tokenizer_of
+from gsm.config.stored import checkpoint_folder, read_checkpoint
 from gsm.data.spelling import byte_of_character
 from gsm.data.tokenizer import END_OF_TEXT, Tokenizer
 from gsm.evaluation.checkpoints import home

@@ -17,7 +17,7 @@ from gsm.checkpoint import CheckpointError, check, newest, steps
 from gsm.config.address import CONFIG, address, differences, find, moved, noted
 from gsm.config.check import ConfigError, contrast, few, flat, unlike
 from gsm.config.command_line import path_text
-from gsm.config.load import checkpoint_folder, digest, is_finished, named, read_checkpoint, started
+from gsm.config.stored import checkpoint_folder, digest, is_finished, named, read_checkpoint, started
 from gsm.files import sweep, write_whole
 from gsm.training.resume import STATE
 

@@ -25,15 +25,8 @@ from gsm.analysis import overlap
 from gsm.config.address import address, decisive, settings
 from gsm.config.command_line import again, path_text
 from gsm.config.handed import hand_on, handed_on
-from gsm.config.load import (
-    digest,
-    instantiate,
-    instantiate_data,
-    instantiate_model,
-    load_weights,
-    read_checkpoint,
-    refusals,
-)
+from gsm.config.load import instantiate, instantiate_data, instantiate_model, load_weights, refusals
+from gsm.config.stored import digest, read_checkpoint
 from gsm.data.base import DataModule, require_data_module
 from gsm.data.synthetic import UNSEEN, SyntheticData
 from gsm.errors import ConfigError

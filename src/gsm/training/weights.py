@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from gsm.config.check import ConfigError, contrast, few, flat
-from gsm.config.load import CheckpointError, load_weights, misfits, read_checkpoint, refusals, tokenizer_of
+from gsm.config.load import CheckpointError, load_weights, misfits, refusals, tokenizer_of
+from gsm.config.stored import read_checkpoint
 from gsm.data.module import chosen_tokenizer
 from gsm.data.tokenizer import Tokenizer
 from gsm.models.base import LanguageModel
