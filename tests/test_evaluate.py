@@ -18,10 +18,11 @@ from small import build, random_tokens
 from test_train_cli import arguments
 
 from gsm.checkpoint import newest
+from gsm.config.address import TUNING
 from gsm.config.compose import compose
 from gsm.evaluation import commands, losses
 from gsm.evaluation import held_out as script
-from gsm.evaluation.checkpoints import progress
+from gsm.evaluation.checkpoints import checkpoints, progress
 from gsm.evaluation.held_out import HeldOut
 from gsm.evaluation.losses import buckets, distances, measure, token_losses
 from gsm.paths import ROOT
@@ -240,6 +241,13 @@ def test_a_folder_of_runs_becomes_one_table(
     spread = abs(values[0] - values[1]) / math.sqrt(2)
     assert f"{sum(values) / 2:.4f} +- {spread:.4f}" in table
     assert len(summaries) == 3
+
+
+def test_an_attempt_of_tuning_is_not_measured_with_the_runs(runs: tuple[Path, Any], tmp_path: Path):
+    shutil.copytree(runs[0], tmp_path / "mine")
+    tuned = tmp_path / "mine" / TUNING
+    shutil.copytree(folder_of(runs[0]), tuned / "gsm-seed0-1f3a9c07")
+    assert (len(checkpoints(str(tuned.parent))), len(checkpoints(str(tuned)))) == (3, 1)
 
 
 def test_context_split_and_text_may_be_others(runs: tuple[Path, list[dict[str, Any]]], tmp_path: Path):

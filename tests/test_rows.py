@@ -18,11 +18,11 @@ from records import change, write_run, write_trial
 from short_runs import folder_of
 
 from gsm import paths
+from gsm.config.address import TUNING
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import instantiate_model
 from gsm.experiments import SEVERAL, rows
-from gsm.experiments.table import TUNING
 from gsm.paths import ROOT
 from gsm.provenance import processor
 from gsm.training import report

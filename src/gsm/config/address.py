@@ -19,6 +19,7 @@ from gsm.files import DAMAGED
 
 DIGITS = 8
 CONFIG = "config.yaml"  # in the folder of a run: its configuration
+TUNING = "tuning"  # in an experiment's folder: the runs that choose its values
 
 
 def decisive(config: Mapping[str, Any]) -> dict[str, Any]:

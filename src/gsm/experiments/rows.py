@@ -44,11 +44,11 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from gsm import paths, plots
-from gsm.config.address import noted
+from gsm.config.address import TUNING, noted
 from gsm.config.check import ConfigError, unknown
 from gsm.config.options import HIDDEN, opening
 from gsm.experiments import SEVERAL
-from gsm.experiments.table import TUNING, RunSummary, Table, read_otherwise, read_runs, summarise
+from gsm.experiments.table import RunSummary, Table, read_otherwise, read_runs, summarise
 from gsm.files import damage, write_whole
 from gsm.intervals import Cell, over_windows
 from gsm.tables import Grid, grid_markdown, length_text
@@ -72,7 +72,7 @@ LENGTHS = (256, 4096, 65536)  # tokens before the one that is decoded
 
 
 def publish(folder: Path, into: Path, metrics: Sequence[str]) -> str:
-    """Append a row for each run below `logs/<name>`, also in hidden folders, to `<into>/<name>.csv`.
+    """Append a row for each run in `logs/<name>`, and each attempt of tuning, to `<into>/<name>.csv`.
 
     A run that has not ended has no row yet. One with other settings than those of its arm is refused: a table has the
     mean of an arm.

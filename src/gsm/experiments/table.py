@@ -23,7 +23,6 @@ from gsm.intervals import Cell, over_pairs, over_seeds
 from gsm.tables import WIDTH, Grid, grid_csv, grid_markdown, grid_text, number_text
 
 TRIALS = "trials.jsonl"  # the trials of an experiment, one in a line: arm, seed, and the folders of its runs by name
-TUNING = "tuning"  # in an experiment's folder: the runs that choose its values
 CONTENTS = "experiment.json"  # the arms of an experiment in their order, and the columns of its table
 COLUMNS = ("bits_per_byte", "val_loss")
 PROPERTIES = ("parameters", "learning_rate", "cache_bytes", "state_bytes")  # no seed of an arm changes them
