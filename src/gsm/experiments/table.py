@@ -352,7 +352,7 @@ def mapping(content: Any) -> Mapping[str, Any]:
     return content if isinstance(content, Mapping) else {}
 
 
-def configs(run: RunSummary) -> dict[str, dict[str, Any]]:
+def configs(run: RunSummary) -> dict[str, Mapping[str, Any]]:
     """Return the configuration of a run; of several after one another, of those that train, by name."""
     found = {name: noted(run.folder.parent / place) for name, place in run.parts.items()}
     return {name: config for name, config in found.items() if "address" in config}
