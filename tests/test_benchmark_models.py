@@ -41,7 +41,7 @@ def test_a_name_is_a_variant_and_a_mapping_may_be_another_one():
 
 
 def test_what_a_run_has_trained_is_measured_with_its_weights_values_and_size(tmp_path: Path):
-    run = trained(tmp_path / "a/gsm/seed0", "model.state_size=20")
+    run = trained(tmp_path / "a/gsm-seed0-1f3a9c07", "model.state_size=20")
     (model,) = models.read([{"name": "gsm", "checkpoint": str(tmp_path / "a")}])
     built = model.build("pico", ["model.recompute=true"])
     assert isinstance(built, GSM) and built.state_size == 20 and built.encoder.recompute and built.training
@@ -85,11 +85,11 @@ def test_two_of_one_name_are_refused():
 
 
 def test_a_checkpoint_is_one_run_of_the_model_that_its_name_says(tmp_path: Path):
-    run = trained(tmp_path / "gsm/seed0")
+    run = trained(tmp_path / "gsm-seed0-1f3a9c07")
     with pytest.raises(ConfigError, match="name=baseline is not allowed, because the model is a gsm"):
         models.read([{"name": "baseline", "checkpoint": str(run)}])
-    trained(tmp_path / "gsm/seed1")
-    with pytest.raises(ConfigError, match="2 runs are below it. Use one of .*seed0, .*seed1"):
+    trained(tmp_path / "gsm-seed1-77ab03e1")
+    with pytest.raises(ConfigError, match="2 runs are below it. Use one of .*seed0-.*, .*seed1-"):
         models.read([{"name": "a", "checkpoint": str(tmp_path)}])
     for word in ("model/writer=gated", "data.context=32", "model=baseline", "~model.state_size"):
         with pytest.raises(ConfigError, match="a checkpoint cannot be changed by"):

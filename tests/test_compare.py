@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import records
+from short_runs import folder_of
 from test_experiment import TOY, composed
 
 from gsm import plots
@@ -21,11 +24,9 @@ from gsm.training.callbacks.metrics_file import read_metrics
 ACCURACY = {"paper": (0.9, 0.8, 1.0), "control": (0.1, 0.2, 0.3)}
 
 
-def write_run(experiment: Path, arm: str, seed: int, accuracy: float, **summary: Any) -> Path:
-    run = experiment / arm / f"seed{seed}"
-    run.mkdir(parents=True)
-    facts = {"status": "finished", "accuracy": accuracy, "val_loss": 2 - accuracy, "steps": 10, "tokens": 1000}
-    (run / "summary.json").write_text(json.dumps({**facts, "cache_bytes": 512, **summary}))
+def write_run(experiment: Path, arm: str, seed: int, accuracy: float, **given: Any) -> Path:
+    facts = {"accuracy": accuracy, "val_loss": 2 - accuracy, "steps": 10, "tokens": 1000, "cache_bytes": 512}
+    run = records.write_run(experiment, arm, seed, **{**facts, **given})
     lines = [f"{step},val/loss,{2 - accuracy * step / 10}\n{step},train/tokens,{step**2}\n" for step in (5, 10)]
     (run / "metrics.csv").write_text("".join(["step,name,value\n", *lines]))
     return run
@@ -68,7 +69,6 @@ def test_arms_come_in_the_experiments_order_with_paired_differences(experiment: 
 
 
 def test_the_variant_that_leads_is_the_first_arm_of_the_experiments_description(tmp_path: Path):
-    """`${variants:...}` was unresolved in .hydra, so that arms came in the order of the alphabet."""
     arms = "arms: ${variants:model/residual,plain}\n"
     text = TOY[: TOY.index("arms:")] + arms + TOY[TOY.index("seeds:") :]
     experiment = composed(tmp_path, "seeds=1", text=text)
@@ -90,14 +90,14 @@ def test_the_arm_to_compare_with_can_be_chosen(experiment: Path):
 def test_runs_that_are_not_finished_are_named_and_do_not_count(experiment: Path, capsys: pytest.CaptureFixture[str]):
     write_run(experiment, "paper", 3, 0.0, status="failed", steps=4, reason="FloatingPointError: the loss is nan")
     write_run(experiment, "paper", 4, 0.0, status="running", steps=2)
-    (experiment / "control/seed3").mkdir()
+    (write_run(experiment, "control", 3, 0.0) / "summary.json").unlink()
     table = compare(str(experiment))
     assert [row.runs for row in table.rows] == [3, 3]
     for said in (capsys.readouterr().out, (experiment / "comparison.md").read_text()):
-        assert "paper/seed3, failed at step 4: FloatingPointError: the loss is nan" in said
-        assert "paper/seed4, running, or killed, at step 10" in said, "as its curves say, not as when it began"
-        assert "control/seed3, without a summary.json that can be read" in said
-        assert "seed0," not in said
+        found = dict(re.findall(r"not finished: \S*/(\S+)-[0-9a-f]{8}, (.*)", said))
+        assert found.keys() == {"paper-seed3", "paper-seed4", "control-seed3"}
+        assert found["paper-seed3"] == "failed at step 4: FloatingPointError: the loss is nan"
+        assert "at step 10" in found["paper-seed4"], "as its curves say, not as when it began"
 
 
 def test_arms_of_one_name_in_two_experiments_are_told_apart(tmp_path: Path, experiment: Path):
@@ -149,8 +149,8 @@ def test_what_does_not_compare_is_said_of_every_run(tmp_path: Path, capsys: pyte
     compare(str(tmp_path))
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("compare with care")]
     assert said == [
-        "compare with care: a (seed1, seed2) differs from a (seed0) in the data's context (96 there, 128 here)",
-        "compare with care: b (seed1) differs from a (seed0) in the steps (10 there, 20 here), the tokens trained on "
+        "compare with care: a (seed 1, seed 2) differs from a (seed 0) in the data's context (96 there, 128 here)",
+        "compare with care: b (seed 1) differs from a (seed 0) in the steps (10 there, 20 here), the tokens trained on "
         "(1,000 there, 2,000 here)",
     ]
 
@@ -163,9 +163,8 @@ def test_two_tokenizers_have_no_difference_where_first_tokens_do_not_count(
     for arm, tokenizer in (("bytes", "5f"), ("bpe", "77ab"), ("large", "77ab")):
         for seed in range(3):
             facts = {"corpus": "c0", "tokenizer": tokenizer, "documents": documents}
-            run = write_run(tmp_path, arm, seed, 0.5 + seed / 100, fingerprint=facts, choices={"data": "mine"})
-            summary = json.loads((run / "summary.json").read_text())
-            (run / "summary.json").write_text(json.dumps({**summary, "arm": arm, "seed": seed, "commit": "0123"}))
+            told = {"fingerprint": facts, "choices": {"data": "mine"}, "commit": "0123"}
+            write_run(tmp_path, arm, seed, 0.5 + seed / 100, **told)
     counts = {
         arm: cells["accuracy"].count for arm, cells in compare(str(tmp_path), against="bpe").differences().items()
     }
@@ -179,38 +178,33 @@ def test_two_tokenizers_have_no_difference_where_first_tokens_do_not_count(
 
 
 @pytest.mark.parametrize("part", ["", "train"])
-def test_runs_of_an_arm_with_other_settings_have_a_line_of_their_own(experiment: Path, part: str):
+def test_runs_of_an_arm_with_other_settings_have_a_line_of_their_own(tmp_path: Path, part: str):
     """The mean of an arm was taken over seeds with different learning rates, and nothing said so."""
-    for arm in ACCURACY:
-        for seed in range(3):
-            run, rate = experiment / arm / f"seed{seed}", 0.05 if (arm, seed) == ("paper", 1) else 0.006
-            if part:
-                facts = json.loads((run / "summary.json").read_text())
-                (run / "summary.json").write_text(json.dumps({**facts, "runs": {part: {}, "measured": {}}}))
+    for arm, values in ACCURACY.items():
+        for seed, accuracy in enumerate(values):
+            rate = 0.05 if (arm, seed) == ("paper", 1) else 0.006
             own = {"optimizer": {"learning_rate": rate}, "data": {"seed": seed, "path": f"/disk{seed}/text"}}
-            places = {"logger": {"save_dir": str(run)}, "start_from": f"{run}/first/seed{seed}", "seed": seed}
-            (run / part / ".hydra").mkdir(parents=True)
-            (run / part / ".hydra/config.yaml").write_text(json.dumps({**own, **places}))
+            given = {"config": {**own, "origin": {"run": f"{seed}" * 8, "settings": "0"}}, "accuracy": accuracy}
+            if part:
+                records.write_trial(tmp_path, arm, seed, **{part: given}, measured={"metrics": {"loss": 1.0}})
+            else:
+                records.write_run(tmp_path, arm, seed, **given)
     tuned = {arm: {"optimizer.learning_rate": {"shown": "0.006 (edge)"}} for arm in ACCURACY}
     contents = {"arms": dict.fromkeys(ACCURACY, []), "table": ["accuracy"], "tuned": tuned}
-    (experiment / "experiment.json").write_text(json.dumps(contents))
-    table = compare(str(experiment))
+    (tmp_path / "experiment.json").write_text(json.dumps(contents))
+    table = compare(str(tmp_path))
     odd = f"paper ({f'{part}: ' if part else ''}optimizer.learning_rate=0.05)"
     assert [(row.arm, row.runs) for row in table.rows] == [("paper", 2), (odd, 1), ("control", 3)]
     assert table.tuned["paper"] and (part or not table.tuned[odd]), "it was set by hand"
     for name in ("comparison.md", "comparison.html", "comparison.csv"):
-        assert odd in (experiment / name).read_text()
+        assert odd in (tmp_path / name).read_text()
 
 
 @pytest.mark.parametrize(("code", "lines"), [("b", 1), ("a", 2)])
-def test_a_key_that_one_of_two_versions_lacks_is_not_compared(experiment: Path, code: str, lines: int):
-    for seed, config in enumerate(({"optimizer": {"learning_rate": 1}}, {"optimizer": {"learning_rate": 1, "z": 2}})):
-        run = experiment / f"paper/seed{seed}"
-        facts = json.loads((run / "summary.json").read_text())
-        (run / "summary.json").write_text(json.dumps({**facts, "sources": ("a", code)[seed]}))
-        (run / ".hydra").mkdir()
-        (run / ".hydra/config.yaml").write_text(json.dumps(config))
-    assert [row.arm.partition(" ")[0] for row in compare(str(experiment)).rows].count("paper") == lines
+def test_a_key_that_one_of_two_versions_lacks_is_not_compared(tmp_path: Path, code: str, lines: int):
+    for seed, optimizer in enumerate(({"learning_rate": 1}, {"learning_rate": 1, "z": 2})):
+        write_run(tmp_path, "paper", seed, 0.5, config={"optimizer": optimizer}, sources=("a", code)[seed])
+    assert [row.arm.partition(" ")[0] for row in compare(str(tmp_path)).rows] == ["paper"] * lines
 
 
 @pytest.mark.parametrize(
@@ -239,7 +233,7 @@ def test_a_folder_without_finished_runs_is_said(tmp_path: Path, experiment: Path
     with pytest.raises(FileNotFoundError, match="no run in .*; the experiments below it are recall"):
         compare(str(experiment.parent))
     write_run(tmp_path / "begun", "paper", 0, 0.5, status="interrupted")
-    with pytest.raises(ValueError, match="no run in .*begun is finished: .*paper/seed0, interrupted at step 10"):
+    with pytest.raises(ValueError, match="no run in .*begun is finished: .*paper-seed0-.*, interrupted at step 10"):
         compare(str(tmp_path / "begun"))
 
 
@@ -405,7 +399,7 @@ TAMPERED = {
 @pytest.mark.parametrize("case", TAMPERED)
 def test_a_summary_that_no_run_has_written_is_named_and_left_out(experiment: Path, case: str):
     """Each was a traceback of its own, somewhere in the table or on the page."""
-    (experiment / "paper/seed0/summary.json").write_text(TAMPERED[case])
+    (folder_of(experiment, "paper-seed0") / "summary.json").write_text(TAMPERED[case])
     assert [len(row.cells) and row.runs for row in compare(str(experiment)).rows] == [2, 3]
     assert "summary.json is damaged" in (experiment / "comparison.md").read_text()
 

@@ -10,7 +10,7 @@ import pytest
 import tiny_tasks
 import tiny_text
 import torch
-from short_runs import BY_MODEL, TINY
+from short_runs import BY_MODEL, TINY, folder_of
 
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
@@ -41,14 +41,14 @@ def ask(place: Path, run: str, *more: str) -> None:
 
 
 def test_the_papers_table_stands_beside_ours(place: Path, capsys: pytest.CaptureFixture[str]):
-    ask(place, "gsm/seed0", "tasks=paper", "batch_size=8")
+    ask(place, "gsm-seed0", "tasks=paper", "batch_size=8")
     printed = capsys.readouterr().out
     lines = {line.split()[0]: line.split() for line in printed.splitlines() if line.strip()}
     assert lines["ARC-Easy+"][2:] == ["51.85", "51.64", "59.09", "58.59", "72.90", "71.55"]
     assert lines["BLiMP"][2:4] == ["77.01", "79.34"]
     assert "SciQ: from the validation split" in printed and "MMLU: 3 of 3 contexts were cut" in printed
     assert printed.isascii() and all(len(line) <= 100 or str(place) in line for line in printed.splitlines())
-    folder = place / "logs/gsm/seed0"
+    folder = folder_of(place / "logs")
     ours = {name: json.loads((folder / f"tasks/{name}.json").read_text()) for name in PAPERS}
     each = [
         scores["acc_norm" if "acc_norm" in scores else "acc"] for scores in (one["scores"] for one in ours.values())
@@ -63,8 +63,8 @@ def test_the_papers_table_stands_beside_ours(place: Path, capsys: pytest.Capture
 
 
 def test_scores_are_the_models_own(place: Path):
-    folder = place / "logs/gsm/seed0"
-    ask(place, "gsm/seed0", "tasks=openbookqa")
+    folder = folder_of(place / "logs")
+    ask(place, "gsm-seed0", "tasks=openbookqa")
     found = json.loads((folder / "tasks/openbookqa.json").read_text())["samples"][0]["loglikelihoods"]
     model, context = load_model(folder), b"The tides are pulled by"
     for loglikelihood, choice in zip(found, (b" a star", b" the old moon", b" rain"), strict=True):
@@ -95,15 +95,15 @@ def test_a_sweep_becomes_means_spreads_and_paired_differences(place: Path, capsy
 def test_it_goes_on_where_it_was_and_says_when_it_cannot(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    file = place / "logs/baseline/seed0/tasks_limit1/piqa.json"
-    ask(place, "baseline/seed0", "tasks=piqa", "limit=1")
+    file = folder_of(place / "logs", "baseline-seed0") / "tasks_limit1/piqa.json"
+    ask(place, "baseline-seed0", "tasks=piqa", "limit=1")
     before = file.read_bytes()
     assert "Limited: PIQA 1 samples." in capsys.readouterr().out
     with monkeypatch.context() as patch:
         patch.setattr("gsm.evaluation.harness.measure", lambda *_: pytest.fail("this is computed already"))
-        ask(place, "baseline/seed0", "tasks=piqa", "limit=1")
+        ask(place, "baseline-seed0", "tasks=piqa", "limit=1")
     assert file.read_bytes() == before and "begins again" not in capsys.readouterr().out
-    ask(place, "baseline/seed0", "tasks=piqa", "limit=1", "context=16")
+    ask(place, "baseline-seed0", "tasks=piqa", "limit=1", "context=16")
     assert "piqa.json begins again: it was made with another context" in capsys.readouterr().out
 
 
@@ -119,7 +119,7 @@ def test_it_goes_on_where_it_was_and_says_when_it_cannot(
 )
 def test_it_explains_what_it_cannot_use(place: Path, given: list[str], said: str):
     with pytest.raises(SystemExit, match=f"^error: .*{said}"):
-        ask(place, "gsm/seed0", *given)
+        ask(place, "gsm-seed0", *given)
 
 
 def test_a_harness_that_is_missing_is_said_before_anything_is_trained_for_it(monkeypatch: pytest.MonkeyPatch):

@@ -13,15 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from short_runs import NO_PICTURES
+from short_runs import NO_PICTURES, folder_of
 from small import build, random_tokens
 from test_train_cli import arguments
 
 from gsm.checkpoint import newest
+from gsm.config.address import TUNING
 from gsm.config.compose import compose
 from gsm.evaluation import commands, losses
 from gsm.evaluation import held_out as script
-from gsm.evaluation.checkpoints import progress
+from gsm.evaluation.checkpoints import checkpoints, progress
 from gsm.evaluation.held_out import HeldOut
 from gsm.evaluation.losses import buckets, distances, measure, token_losses
 from gsm.paths import ROOT
@@ -204,9 +205,9 @@ def test_it_finds_the_loss_that_the_run_found(
     runs: tuple[Path, list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
 ):
     folder, summaries = runs
-    commands.call([f"checkpoint={folder / 'gsm' / 'seed1'}"])
-    printed = capsys.readouterr().out
-    result = json.loads((folder / "gsm" / "seed1" / "evaluation.json").read_text())
+    commands.call([f"checkpoint={folder / 'gsm-seed1'}"])
+    printed, run = capsys.readouterr().out, folder_of(folder, "gsm-seed1")
+    result = json.loads((run / "evaluation.json").read_text())
     summary = summaries[1]
     assert result["text"]["loss"] == pytest.approx(summary["val_loss"], abs=1e-4)
     assert result["text"]["perplexity"] == pytest.approx(summary["val_perplexity"], rel=1e-4)
@@ -219,7 +220,7 @@ def test_it_finds_the_loss_that_the_run_found(
     assert printed.isascii()
     for line in printed.splitlines():
         assert len(line) <= 80 or str(folder) in line, line
-    assert "default/gsm/seed1, step 2: validation of" in printed and "#" in printed
+    assert "default/gsm-seed1, step 2: validation of" in printed and "#" in printed
 
 
 def test_a_folder_of_runs_becomes_one_table(
@@ -227,12 +228,13 @@ def test_a_folder_of_runs_becomes_one_table(
 ):
     folder, summaries = runs
     output = tmp_path / "found" / "table.json"
-    (folder / "gsm" / "seed0" / "evaluation.json").unlink(missing_ok=True)
+    own = folder_of(folder) / "evaluation.json"
+    own.unlink(missing_ok=True)
     HeldOut(str(folder), sequences=2, output=str(output)).evaluate()
     found = json.loads(output.read_text())["runs"]
     assert [(run["arm"], run["seed"]) for run in found] == [("baseline", 0), ("gsm", 0), ("gsm", 1)]
     assert all(run["text"]["sequences"] == 2 for run in found)
-    assert not (folder / "gsm" / "seed0" / "evaluation.json").exists(), "output= says where"
+    assert not own.exists(), "output= says where"
     table = capsys.readouterr().out.partition("3 runs;")[2]
     assert all(len(line) <= 80 or str(output) in line for line in table.splitlines())
     values = [run["text"]["loss"] for run in found[1:]]
@@ -241,11 +243,18 @@ def test_a_folder_of_runs_becomes_one_table(
     assert len(summaries) == 3
 
 
+def test_an_attempt_of_tuning_is_not_measured_with_the_runs(runs: tuple[Path, Any], tmp_path: Path):
+    shutil.copytree(runs[0], tmp_path / "mine")
+    tuned = tmp_path / "mine" / TUNING
+    shutil.copytree(folder_of(runs[0]), tuned / "gsm-seed0-1f3a9c07")
+    assert (len(checkpoints(str(tuned.parent))), len(checkpoints(str(tuned)))) == (3, 1)
+
+
 def test_context_split_and_text_may_be_others(runs: tuple[Path, list[dict[str, Any]]], tmp_path: Path):
     folder, _ = runs
     (tmp_path / "letter.txt").write_text("Something else, and long enough to be cut in sequences. " * 40)
     (tmp_path / "second.txt").write_text("Held out or not, it is text all the same, and it goes on. " * 40)
-    run, output = str(folder / "gsm" / "seed0"), str(tmp_path / "out.json")
+    run, output = str(folder / "gsm-seed0"), str(tmp_path / "out.json")
     own = HeldOut(run, output=output).evaluate()[0]
     longer = HeldOut(run, context=64, batch_size=1, output=output).evaluate()[0]
     assert longer["context"] == 64 and longer["text"]["by_position"][-1]["last"] == 63
@@ -261,7 +270,7 @@ def test_context_split_and_text_may_be_others(runs: tuple[Path, list[dict[str, A
 
 
 def test_a_checkpoint_alone_is_enough(runs: tuple[Path, list[dict[str, Any]]], tmp_path: Path):
-    step = newest(runs[0] / "gsm" / "seed0")
+    step = newest(folder_of(runs[0]))
     assert step is not None
     shutil.copytree(step, tmp_path / "mine")
     HeldOut(str(tmp_path / "mine")).evaluate()
@@ -286,7 +295,7 @@ def test_a_checkpoint_alone_is_enough(runs: tuple[Path, list[dict[str, Any]]], t
 )
 def test_it_explains_what_it_cannot_use(runs: tuple[Path, list[dict[str, Any]]], given: list[str], said: str):
     with pytest.raises(SystemExit, match=f"^error: {said}"):
-        commands.call([f"checkpoint={runs[0] / 'gsm' / 'seed0'}", *given])
+        commands.call([f"checkpoint={runs[0] / 'gsm-seed0'}", *given])
 
 
 def test_a_folder_without_runs_is_explained(tmp_path: Path):
@@ -313,7 +322,7 @@ def test_the_script_explains_itself(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_other_text_than_the_run_had_is_said(
     runs: tuple[Path, list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
 ):
-    folder, output = runs[0] / "gsm" / "seed0", runs[0].parent / "out.json"
+    folder, output = folder_of(runs[0]), runs[0].parent / "out.json"
     note = "not the text that the run validated on"
     HeldOut(str(folder), output=str(output)).evaluate()
     assert note not in capsys.readouterr().out
@@ -344,7 +353,7 @@ def test_it_is_said_how_much_of_other_text_was_measured():
 
 def test_what_the_loss_is_without_the_state_or_its_stages_is_measured_when_asked_for(runs: tuple[Path, Any], capsys):
     """The numbers are those of the interventions; the model is whole again, and one without a state says so."""
-    folder = runs[0] / "gsm" / "seed0"
+    folder = folder_of(runs[0])
     commands.call([f"checkpoint={folder}", "ablate=true"])
     assert "state, but a row's own z" in capsys.readouterr().out
     found = json.loads((folder / "evaluation.json").read_text())
@@ -354,15 +363,15 @@ def test_what_the_loss_is_without_the_state_or_its_stages_is_measured_when_asked
     assert HeldOut.metrics(found)["without/all_stages"] == found["ablated"]["all stages"]["loss"]
     (again,) = HeldOut(str(folder), device="cpu").evaluate()
     assert again["text"] == found["text"] and "ablated" not in again
-    (baseline,) = HeldOut(str(runs[0] / "baseline" / "seed0"), ablate=True, device="cpu").evaluate()
+    (baseline,) = HeldOut(str(runs[0] / "baseline-seed0"), ablate=True, device="cpu").evaluate()
     assert baseline["ablated"] is None
 
 
 def test_the_overlap_of_stages_and_encoder_is_measured_when_asked_for(runs: tuple[Path, Any], capsys):
-    checkpoint = f"checkpoint={runs[0] / 'gsm' / 'seed0'}"
+    checkpoint = f"checkpoint={runs[0] / 'gsm-seed0'}"
     commands.call([checkpoint, "overlap=true"])
     assert "overlap with the encoder, %" in capsys.readouterr().out
-    found = json.loads((runs[0] / "gsm" / "seed0" / "evaluation.json").read_text())["overlap"]
+    found = json.loads((folder_of(runs[0]) / "evaluation.json").read_text())["overlap"]
     assert found["mean"] == 1.0, "its stages share the selection"
     assert [row["length"] for row in found["by_length"]] == [8, 16, 32, 64]
     asked = HeldOut(checkpoint.partition("=")[2], overlap_lengths=[64, 16], documents="stream", device="cpu")

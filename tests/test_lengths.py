@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import small
 import torch
+from short_runs import folder_of
 from test_train_cli import QUICK, arguments
 
 from gsm.config.check import ConfigError
@@ -156,7 +157,7 @@ def test_a_folder_of_runs_becomes_a_table_and_a_picture(tmp_path: Path, capsys: 
     compare(str(folder))
     assert "nats minus baseline, stream" in (page := (folder / "comparison.html").read_text()), "the page has it, too"
     assert "2 windows, the last 8 targets of each" in page and "data:image/png;base64" in page
-    single = [json.loads((folder / f"gsm/seed{seed}/lengths.json").read_text()) for seed in (0, 1)]
+    single = [json.loads((folder_of(folder, f"gsm-seed{seed}") / "lengths.json").read_text()) for seed in (0, 1)]
     losses = [result["by_length"]["stream"]["64"]["loss"] for result in single]
     assert both["loss"] == pytest.approx(sum(losses) / 2)
     metrics = Lengths.metrics(single[0])

@@ -36,8 +36,8 @@ def of_mlflow(folder: Path) -> Any:
     """The client, and the only run."""
     from mlflow.tracking import MlflowClient
 
-    client = MlflowClient(f"sqlite:///{folder.parents[2] / '.mlflow/mlflow.db'}")
-    experiment = client.get_experiment_by_name(folder.parents[1].name)
+    client = MlflowClient(f"sqlite:///{folder.parents[1] / '.mlflow/mlflow.db'}")
+    experiment = client.get_experiment_by_name(folder.parent.name)
     (run,) = client.search_runs([experiment.experiment_id])
     return client, run
 

@@ -73,14 +73,14 @@ def test_a_model_in_the_cache_is_not_trained_again(
 ):
     """An arm that goes on from another one trains that first; each says so before it begins."""
     monkeypatch.setenv("GSM_CACHE", str(tmp_path))
-    trained("handed_on", *BRIEF)
+    trained("handed_on", *BRIEF, "++runs.wait.trainer.max_steps=4")
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Training")]
-    assert said == [f"Training {arm} for 4 steps, once:" for arm in ("gsm", "handed_on")]
+    assert said == [f"Training handed_on-seed0-{run} for 4 steps, once:" for run in ("start", "wait")]
     monkeypatch.setattr("gsm.notebook.train", lambda config: pytest.fail("trained once more"))
     model, data = trained("gsm", *BRIEF)
     assert not model.training and data.task.pairs == 10
     assert {run.arm for run in finished_runs(tmp_path / "notebook")} == {"gsm", "handed_on"}
-    assert load(tmp_path / "notebook/gsm/seed0")[1].context == data.context
+    assert load(tmp_path / "notebook/handed_on-seed0-wait")[1].context == data.context
 
 
 def test_a_figure_is_saved_for_print(tmp_path: Path):

@@ -13,6 +13,7 @@ import lightning
 import numpy as np
 import pytest
 import torch
+from short_runs import folder_of
 from small import SHALLOW, build
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_task import KillAfter, make_task, make_trainer
@@ -31,7 +32,7 @@ from gsm.evaluation.held_out import HeldOut
 from gsm.paths import ROOT
 from gsm.training.callbacks.checkpoints import Latest
 from gsm.training.callbacks.metrics_file import read_metrics
-from gsm.training.folder import prepare
+from gsm.training.folder import begin
 from gsm.training.module import LanguageModeling, next_tokens
 from gsm.training.optimizer import AdamW
 from gsm.training.run import train
@@ -85,7 +86,7 @@ def test_a_data_module_of_ones_own_trains_and_a_metric_of_ones_own_is_in_every_l
     facts = train(compose(words, [mine]))
     assert facts["status"] == "finished" and facts["val_loss"] > 0 and facts["bits_per_byte"] is None
     assert facts["memory_after_tokens"] == 24
-    folder = mine.parent / "logs/default/gsm/seed0"
+    folder = folder_of(mine.parent / "logs/default")
     assert sorted(read_metrics(folder / "metrics.csv")["mine/first_token"]) == [2, 4, 6]
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
     assert [point.step for point in events.Scalars("mine/first_token")] == [2, 4, 6]
@@ -213,15 +214,14 @@ def test_a_lightning_module_of_ones_own_trains_a_model(tmp_path: Path):
 def test_a_checkpoint_of_another_format_is_one_sentence(mine: Path):
     words = [*WORDS.split(), "arm=gsm", f"logs={mine.parent / 'logs'}", "trainer.max_steps=1"]
     train(compose(words, [mine]))
-    last = mine.parent / "logs/default/gsm/seed0/checkpoints/step_00000001"
+    last = folder_of(mine.parent / "logs/default") / "checkpoints/step_00000001"
     state = json.loads((last / "state.json").read_text())
     (last / "state.json").write_text(json.dumps({**state, "format": 99}))
-    (last.parents[1] / "summary.json").unlink()
     message = r"step_00000001 has format 99, and this version reads format \d"
     with pytest.raises(CheckpointError, match=message):
         read_checkpoint(last)
     with pytest.raises(CheckpointError, match=message):
-        prepare(compose(words, [mine]))
+        begin(compose(words, [mine]), {})
 
 
 @torch.no_grad()

@@ -95,8 +95,10 @@ def test_a_command_of_the_wheel_trains_in_an_empty_folder_with_yamls_of_the_user
     command = [sys.executable, str(script), *words, "--config-dir", str(mine.parent)]
     done = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(list(empty.glob("logs/default/*/seed*/checkpoints/step_*/state.json"))) == 1, "as a run of an experiment"
-    log = next(empty.glob("logs/default/*/seed0/train.log")).read_text()
+    assert len(list(empty.glob("logs/default/*-seed0-*/checkpoints/step_*/state.json"))) == 1, (
+        "as a run of an experiment"
+    )
+    log = next(empty.glob("logs/default/*-seed0-*/train.log")).read_text()
     (following,) = [line.partition("gsm-generate")[2].split() for line in log.splitlines() if "gsm-generate" in line]
     assert following[:2] == ["--config-dir", str(mine.parent)], "its size is composed from the same folder"
 

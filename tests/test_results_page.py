@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from records import write_trial
+from short_runs import folder_of
 from test_compare import experiment, write_run
-from test_experiment import fake, place, toy
+from test_experiment import fake, toy
 
+from gsm.config.check import ConfigError
 from gsm.config.command_line import command
 from gsm.experiments.compare import compare
 from gsm.experiments.execute import train_all
@@ -55,12 +59,6 @@ class Page(HTMLParser):
         return " ".join("".join(self.said).split())
 
 
-def hydra(run: Path, overrides: list[str], config: str = "model:\n  width: 3\n") -> None:
-    (run / ".hydra").mkdir(parents=True, exist_ok=True)
-    (run / ".hydra/overrides.yaml").write_text(json.dumps(overrides))
-    (run / ".hydra/config.yaml").write_text(config)
-
-
 def test_every_number_of_the_tables_is_on_the_page_too(experiment: Path):
     compare(str(experiment), columns="accuracy,val_loss,steps,cache_bytes")
     page, markdown = Page(experiment / "comparison.html"), (experiment / "comparison.md").read_text()
@@ -74,7 +72,6 @@ def test_every_number_of_the_tables_is_on_the_page_too(experiment: Path):
 
 
 def test_nothing_is_loaded_from_elsewhere(experiment: Path):
-    hydra(experiment / "paper/seed0", ["model=gsm"])
     compare(str(experiment), x="cache_bytes", y="accuracy")
     page = Page(experiment / "comparison.html")
     for tag, attributes in page.elements:
@@ -92,10 +89,9 @@ def test_names_that_are_code_elsewhere_are_text_here(experiment: Path):
     """Arms, notes, summaries, overrides, configurations and evaluations are from files that anyone may have made."""
     facts: dict[str, Any] = {"commit": HOSTILE, "device": HOSTILE, "versions": {HOSTILE: HOSTILE}, "data": {HOSTILE: 1}}
     facts |= {"kernels": {"attend": HOSTILE}, "choices": {"experiment": "../../train", HOSTILE: HOSTILE}}
-    hydra(write_run(experiment, HOSTILE, 0, 0.5, **facts), [HOSTILE], f"a: '{HOSTILE.replace(chr(39), '')}'\n")
+    write_run(experiment, HOSTILE, 0, 0.5, **facts, config={"overrides": [HOSTILE], "a": HOSTILE})
     write_run(experiment, "javascript:alert(1)", 0, 0.25, status="failed", reason=HOSTILE)
-    hydra(experiment, ["experiment=recall", HOSTILE])
-    told = {"arms": {"paper": [], "control": [HOSTILE]}, "table": ["accuracy"]}
+    told = {"arms": {"paper": [], "control": [HOSTILE]}, "table": ["accuracy"], "overrides": [HOSTILE]}
     (experiment / "experiment.json").write_text(json.dumps(told))
     said = {"tables": [[[HOSTILE, "b"], [HOSTILE, HOSTILE]], "no table", [[]]], "notes": [HOSTILE]}
     (experiment / f"{HOSTILE}.json").write_text(json.dumps(said))
@@ -104,37 +100,42 @@ def test_names_that_are_code_elsewhere_are_text_here(experiment: Path):
     assert "<img src=x" not in page.source
     assert page.text.count(HOSTILE) > 12
     assert not [value for _, one in page.elements for value in one.values() if str(value).startswith("javascript:")]
-    assert "javascript%3Aalert%281%29/seed0/" in page.source
+    assert "javascript%3Aalert%281%29-seed0-" in page.source
 
 
-@pytest.mark.parametrize("damaged", ["[1, 2]", "{a: b: c}", "\x00", "- {a: 1}\n- [", "null"])
-def test_damaged_files_leave_out_what_they_would_have_said(experiment: Path, damaged: str):
-    hydra(experiment / "paper/seed0", [], damaged)
-    (experiment / "paper/seed0/.hydra/overrides.yaml").write_text(damaged)
+def test_damaged_files_leave_out_what_they_would_have_said(experiment: Path):
     (experiment / "gone.json").symlink_to("nowhere")
     (experiment / "other.json").write_text('{"tables": 5}')
     compare(str(experiment))
     assert "0.9000" in Page(experiment / "comparison.html").text
 
 
-def test_an_arm_without_a_run_is_named(tmp_path: Path, fake: list[str], capsys: pytest.CaptureFixture[str]):
-    train_all(toy(tmp_path, "arm=mhc", "seeds=1", script=fake))
-    page = place(tmp_path, "results.html")
+@pytest.mark.parametrize("damaged", ["[1, 2]", "{a: b: c}", "\x00", "- {a: 1}\n- ["])
+def test_a_damaged_configuration_is_named(experiment: Path, damaged: str):
+    (folder_of(experiment, "paper-seed0") / "config.yaml").write_text(damaged)
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        compare(str(experiment))
+
+
+def test_an_arm_without_a_run_is_named(tmp_path: Path, fake: None, capsys: pytest.CaptureFixture[str]):
+    train_all(toy(tmp_path, "arm=mhc", "seeds=1"))
+    page = tmp_path / "logs/toy/results.html"
     assert "No finished run: plain" in Page(page).text
     assert str(page) in "".join(capsys.readouterr().out.split()).replace("browser:", "browser: "), "and where it is"
-    train_all(toy(tmp_path, script=fake))
+    train_all(toy(tmp_path))
     assert "4 of 4 runs finished" in Page(page).text and "No finished run" not in Page(page).text
 
 
 def test_it_says_what_was_asked_what_differs_and_how_to_do_it_again(experiment: Path):
     for arm, width in (("paper", 3), ("control", 4)):
         for seed in range(3):
-            file = experiment / f"{arm}/seed{seed}/summary.json"
             facts = {"choices": {"experiment": "recall", "model": arm}, "train_seconds": 60.0, "commit": f"c{seed}"}
-            file.write_text(json.dumps({**json.loads(file.read_text()), **facts}))
-            config = f"model: {{width: {width}, depth: 2}}\narm: {arm}\n"
-            hydra(file.parent, ["experiment=recall", f"arm={arm}", "model.stages=[1, 2]"], config)
-    hydra(experiment, ["experiment=recall", "size=nano"])
+            overrides = ["experiment=recall", f"arm={arm}", "model.stages=[1, 2]"]
+            config = {"model": {"width": width, "depth": 2}, "overrides": overrides}
+            shutil.rmtree(folder_of(experiment, f"{arm}-seed{seed}"))
+            write_run(experiment, arm, seed, 0.5, config=config, **facts)
+    told = {"arms": {"paper": [], "control": []}, "overrides": ["experiment=recall", "size=nano"]}
+    (experiment / "experiment.json").write_text(json.dumps(told))
     compare(str(experiment))
     text = Page(experiment / "comparison.html").text
     assert "How much can each model recall, and how many bytes does it store for that?" in text
@@ -143,7 +144,7 @@ def test_it_says_what_was_asked_what_differs_and_how_to_do_it_again(experiment: 
     assert "python train.py experiment=recall size=nano" in text
     assert "python train.py experiment=recall arm=paper 'model.stages=[1, 2]'" in text
     assert "trained for 6:00, all runs together" in text
-    assert "commit c1 paper/seed1, control/seed1" in text
+    assert re.search("commit c1 paper-seed1-[0-9a-f]{8}, control-seed1-[0-9a-f]{8}", text)
 
 
 def test_a_page_that_cannot_be_made_costs_only_itself(experiment: Path, monkeypatch: pytest.MonkeyPatch):
@@ -154,15 +155,15 @@ def test_a_page_that_cannot_be_made_costs_only_itself(experiment: Path, monkeypa
 
 
 def test_runs_after_one_another_show_each_configuration_and_all_of_their_time(tmp_path: Path):
-    for arm in ("a", "b"):
-        runs = {"train": {"train_seconds": 50}, "extend": {"train_seconds": 14}, "ppl": {"status": "finished"}}
-        run = write_run(tmp_path / "long", arm, 0, 0.5, runs={**runs, "../..": {}}, curves="train", train_seconds=14)
-        hydra(run / "train", [], "data: {context: 32}\n")
-        hydra(run / "extend", [], f"data: {{context: {64 if arm == 'a' else 128}}}\n")
+    for arm, context in (("a", 64), ("b", 128)):
+        train = {"config": {"data": {"context": 32}, "arm": arm}, "train_seconds": 50}
+        extend = {"config": {"data": {"context": context}}, "train_seconds": 14, "val_loss": 1.5}
+        parts = {"train": train, "extend": extend, "ppl": {"metrics": {"accuracy": 0.5}}}
+        write_trial(tmp_path / "long", arm, 0, **parts)
     compare(str(tmp_path / "long"))
     text = Page(tmp_path / "long/comparison.html").text
     assert "extend: data.context 64 128" in text
-    assert "a, its run train, as composed data: {context: 32}" in text
+    assert "a, its run train, as composed" in text and "data: context: 32" in text
     assert "trained for 2:08" in text
 
 
@@ -201,20 +202,20 @@ def test_the_page_says_what_is_missing(experiment: Path):
     compare(str(experiment))
     text = Page(experiment / "comparison.html").text
     assert "6 of 8 runs finished" in text
-    assert "paper/seed3 failed at step 4: FloatingPointError: the loss is nan" in text
-    assert "paper/seed4 running, or killed, at step 10" in text
-    assert "Not known: the first run has no .hydra/config.yaml" in text
+    assert re.search("paper-seed3-[0-9a-f]{8} failed at step 4: FloatingPointError: the loss is nan", text)
+    assert re.search("paper-seed4-[0-9a-f]{8} running, or killed, at step 10", text)
     assert "These runs were not started by one command" in text
 
 
 def test_commands_name_the_folders_of_yamls_that_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    hydra(tmp_path, ["experiment=mine"])
+    (tmp_path / "others").mkdir()
+    told = {"overrides": ["experiment=mine"]}
     monkeypatch.setenv("GSM_CONFIGS", str(tmp_path))
-    assert _commands(tmp_path) == [f"python train.py --config-dir {tmp_path} experiment=mine"]
+    assert _commands(told) == [f"python train.py --config-dir {tmp_path} experiment=mine"]
     assert command("generate", "prompt=a b").endswith(f"generate.py --config-dir {tmp_path} 'prompt=a b'")
-    folders = f"{tmp_path}:{tmp_path / '.hydra'}"
+    folders = f"{tmp_path}:{tmp_path / 'others'}"
     monkeypatch.setenv("GSM_CONFIGS", folders)
-    assert _commands(tmp_path) == [f"GSM_CONFIGS={folders} python train.py experiment=mine"], "a flag is for one"
+    assert _commands(told) == [f"GSM_CONFIGS={folders} python train.py experiment=mine"], "a flag is for one"
     assert command("evaluate").startswith(f"GSM_CONFIGS={folders} ") and "--config-dir" not in command("evaluate")
 
 

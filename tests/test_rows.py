@@ -6,16 +6,19 @@ import csv
 import json
 import math
 import re
+import shutil
 import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from lightning import Trainer
+from records import change, write_run, write_trial
+from short_runs import folder_of
 
 from gsm import paths
+from gsm.config.address import TUNING
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import instantiate_model
@@ -30,19 +33,20 @@ BITS = {"plain": [1.50, 1.54, 1.52], "mhc": [1.48, 1.51, 1.505]}
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """An experiment of two arms with three seeds, and one run that failed."""
+    place = tmp_path / "logs/residual"
     for arm, values in {**BITS, "mhc_failed": [None]}.items():
         for seed, bits in enumerate(values):
-            run = tmp_path / "logs/residual" / arm / f"seed{seed}"
-            (run / ".hydra").mkdir(parents=True)
             status = {"status": "finished"} if bits else {"status": "failed", "reason": "loss is nan"}
-            facts = {"experiment": "residual", "arm": arm, "seed": seed, "bits_per_byte": bits, "commit": "abc123+"}
             data = {"corpus": "folder", "digest": "00ff"}
-            (run / "summary.json").write_text(json.dumps({**facts, **status, "steps": 5, "data": data}))
-            config = {"optimizer": {"_target_": "gsm.Muon", "learning_rate": 4e-3}, "data": {"path": "/home/me/books"}}
-            (run / ".hydra/config.yaml").write_text(yaml.safe_dump(config))
-            words = ["experiment=residual", f"arm={arm}", f"seed={seed}", f"folder={run}", f"{SEVERAL[-1]}=null"]
-            (run / ".hydra/overrides.yaml").write_text(yaml.safe_dump(words))
-    return tmp_path / "logs/residual"
+            facts = {"bits_per_byte": bits, "commit": "abc123+", "steps": 5, "data": data, **status}
+            write_run(place, arm, seed, config(arm, seed), **facts)
+    return place
+
+
+def config(arm: str, seed: int, **optimizer: float) -> dict[str, Any]:
+    words = ["experiment=residual", f"arm={arm}", f"seed={seed}", "logs=/scratch", f"{SEVERAL[-1]}=null"]
+    optimiser = {"_target_": "gsm.Muon", "learning_rate": 4e-3, **optimizer}
+    return {"optimizer": optimiser, "data": {"path": "/home/me/books"}, "overrides": words}
 
 
 def test_a_row_is_added_once_and_says_where_its_numbers_come_from(folder: Path, tmp_path: Path):
@@ -60,10 +64,11 @@ def test_a_row_is_added_once_and_says_where_its_numbers_come_from(folder: Path, 
     assert (failed["status"], failed["reason"], failed["bits_per_byte"]) == ("failed", "loss is nan", "")
 
 
-@pytest.mark.parametrize("name", ["summary.json", ".hydra/config.yaml", ".hydra/overrides.yaml"])
-def test_no_row_is_made_of_a_damaged_file(folder: Path, tmp_path: Path, name: str):
+@pytest.mark.parametrize("name", ["summary.json", "config.yaml"])
+@pytest.mark.parametrize("content", ["{a: [", "[1, 2]"])
+def test_no_row_is_made_of_a_damaged_file(folder: Path, tmp_path: Path, name: str, content: str):
     for file in folder.rglob(name):
-        file.write_text("{a: [")
+        file.write_text(content)
     with pytest.raises(ConfigError, match=f"{name} is damaged"):
         rows.publish(folder, tmp_path, ["bits_per_byte"])
 
@@ -76,19 +81,29 @@ def test_a_file_with_other_columns_is_not_added_to(folder: Path, tmp_path: Path)
 
 def test_a_run_with_other_settings_than_its_arm_gets_no_row(folder: Path, tmp_path: Path):
     """compare.py and publish= took the mean of seeds that were trained with different optimisers."""
-    file = folder / "mhc/seed2/.hydra/config.yaml"
-    own = yaml.safe_load(file.read_text())
-    file.write_text(yaml.safe_dump({**own, "optimizer": {**own["optimizer"], "weight_decay": 0.9}}))
-    with pytest.raises(ConfigError, match=r"optimizer\.weight_decay"):
+    write_run(folder, "mhc", 3, config("mhc", 3, weight_decay=0.9), bits_per_byte=1.5)
+    with pytest.raises(ConfigError, match="^seed 3 of mhc .*settings"):
         rows.publish(folder, tmp_path, ["bits_per_byte"])
     assert not (tmp_path / "residual.csv").exists()
-    file.write_text(yaml.safe_dump(own))
+    shutil.rmtree(folder_of(folder, "mhc-seed3"))
     rows.publish(folder, tmp_path, ["bits_per_byte"])
-    first = folder / "plain/seed0"  # the rows that are there decide, whichever seed is the odd one
-    (first / ".hydra/config.yaml").write_text(yaml.safe_dump({**own, "optimizer": {"learning_rate": 0.5}}))
-    (first / "summary.json").write_text((first / "summary.json").read_text().replace("1.5,", "1.6,"))
-    with pytest.raises(ConfigError, match=r"optimizer\.learning_rate"):
+    shutil.rmtree(folder_of(folder, "plain-seed0"))  # the rows that are there decide, whichever seed is the odd one
+    write_run(folder, "plain", 0, config("plain", 0, learning_rate=0.5), bits_per_byte=1.6)
+    with pytest.raises(ConfigError, match="^seed 0 of plain .*settings"):
         rows.publish(folder, tmp_path, ["bits_per_byte"])
+
+
+def test_attempts_of_tuning_get_rows_too_and_each_value_may_have_its_own_settings(folder: Path, tmp_path: Path):
+    for rate in (1e-3, 2e-3):
+        own = config("mhc", 0, learning_rate=rate)
+        write_run(folder / TUNING, "mhc", 0, {**own, "data": {"held_out": "tuning"}}, bits_per_byte=1.5)
+    assert rows.publish(folder, tmp_path, ["bits_per_byte"]).startswith("9 rows added")
+    _, lines = rows.read(tmp_path / "residual.csv")
+    attempts = [line for line in lines if line["split"] == "tuning"]
+    assert [(line["experiment"], line["learning_rate"]) for line in attempts] == [
+        ("residual", "0.001"),
+        ("residual", "0.002"),
+    ]
 
 
 def test_rows_of_an_arm_that_were_trained_otherwise_are_a_line_of_their_own(folder: Path, tmp_path: Path):
@@ -104,8 +119,7 @@ def test_rows_of_an_arm_that_were_trained_otherwise_are_a_line_of_their_own(fold
 
 def test_a_newer_row_that_failed_leaves_the_finished_one(folder: Path, tmp_path: Path):
     rows.publish(folder, tmp_path, ["bits_per_byte"])
-    summary = folder / "plain/seed1/summary.json"
-    summary.write_text(json.dumps({**json.loads(summary.read_text()), "status": "failed", "reason": "loss is nan"}))
+    change(folder_of(folder, "plain-seed1"), status="failed", reason="loss is nan")
     assert rows.publish(folder, tmp_path, ["bits_per_byte"]).startswith("1 rows added")
     assert {(run.arm, run.seed) for run in rows.runs(tmp_path / "residual.csv")} == {
         (arm, seed) for arm in BITS for seed in range(3)
@@ -252,27 +266,26 @@ def test_the_interval_over_books_is_of_books_and_the_verdict_of_seeds(tmp_path: 
 
 
 def test_rows_keep_the_sums_of_books_of_an_evaluation(folder: Path, tmp_path: Path):
-    for file in folder.rglob("summary.json"):
-        measured: dict[str, Any] = {"books/bits_per_byte": 1.5, "books/by_document": [[3.25, 4.0], [1.5, 2.0]]}
-        measured |= {"metrics": {"bits_per_byte": 1.5, "by_document": [[3.25, 4.0], [1.5, 2.0]]}}
-        file.write_text(json.dumps({**json.loads(file.read_text()), **measured}))
+    for arm in BITS:
+        measured = {"bits_per_byte": 1.5, "by_document": [[3.25, 4.0], [1.5, 2.0]]}
+        own = {"config": config(arm, 4), "bits_per_byte": 1.5}
+        write_trial(folder, f"{arm}_measured", 4, train=own, books={"metrics": measured})
     rows.publish(folder, tmp_path, ["books/bits_per_byte"])
-    assert rows.runs(tmp_path / "residual.csv")[0].summary["books/by_document"] == [[3.25, 4.0], [1.5, 2.0]]
+    (run, _) = [run for run in rows.runs(tmp_path / "residual.csv") if run.seed == 4]
+    assert run.summary["books/by_document"] == [[3.25, 4.0], [1.5, 2.0]]
 
 
 def test_an_arm_of_several_runs_has_the_row_of_the_last_that_trains(folder: Path, tmp_path: Path):
-    run = folder / "plain/seed0"
-    (run / ".hydra").rename(run / "moved")
-    for name, rate in (("a_later", 1e-3), ("train", 4e-3)):
-        (run / name / ".hydra").mkdir(parents=True)
-        (run / name / ".hydra/config.yaml").write_text(yaml.safe_dump({"optimizer": {"learning_rate": rate}}))
-        (run / name / ".hydra/overrides.yaml").write_text(
-            yaml.safe_dump([f"run={name}", "start_from=/a b/logs/x/seed0"])
-        )
-    parts = {"trained": ["train", "a_later"], "runs": {name: {"folder": name} for name in ("train", "a_later")}}
-    (run / "summary.json").write_text(json.dumps({**json.loads((run / "summary.json").read_text()), **parts}))
-    made = rows.row(run, ["learning_rate", "command"])
-    assert made == {"learning_rate": "0.001", "command": "python train.py run=a_later start_from=logs/x/seed0"}
+    later = {**config("several", 0, learning_rate=1e-3), "overrides": ["seed=0", "start_from=/a b/logs/x/gsm-seed0"]}
+    parts = {"train": {"config": config("several", 0)}, "a_later": {"config": later}}
+    write_trial(folder, "several", 0, **parts, measured={"metrics": {"bits_per_byte": 1.5}})
+    rows.publish(folder, tmp_path, ["measured/bits_per_byte"])
+    (made,) = [line for line in rows.read(tmp_path / "residual.csv")[1] if line["arm"] == "several"]
+    assert made["measured/bits_per_byte"] == "1.5"
+    assert (made["learning_rate"], made["command"]) == (
+        "0.001",
+        "python train.py seed=0 start_from=logs/x/gsm-seed0",
+    )
 
 
 def test_a_picture_is_drawn_where_a_table_has_changed(folder: Path, tmp_path: Path):

@@ -8,11 +8,13 @@ import subprocess
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from gsm.config.compose import compose
+from gsm.experiments import execute
 from gsm.paths import ROOT
 from gsm.training import trainer as trainers
 
@@ -61,6 +63,19 @@ def test_a_warning_reaches_the_training_and_the_script_waits_until_it_has_saved(
     job.send_signal(signal.SIGUSR1)
     assert job.wait(30) == WARNED
     assert (tmp_path / "saved").is_file() and (tmp_path / "queued").read_text() == "requeue 17\n"
+
+
+def test_a_warning_to_an_experiment_reaches_submitit_once_its_runs_have_saved(monkeypatch: pytest.MonkeyPatch):
+    """submitit's handler queues the job once more."""
+    heard: list[int] = []
+    monkeypatch.setattr(execute, "work_off", lambda *_: signal.SIGUSR2)
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    try:
+        with pytest.raises(SystemExit, match=str(128 + signal.SIGUSR2)):
+            execute._Work(SimpleNamespace(config={"jobs": 1}), []).execute()  # pyright: ignore[reportArgumentType]
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert heard == [signal.SIGUSR2]
 
 
 def test_a_login_node_is_not_told_to_use_srun_but_a_job_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from records import write_run, write_trial
+from short_runs import folder_of
 
-from gsm.experiments.table import read_runs, summarise
+from gsm.experiments.table import list_trial, read_runs, summarise
 from gsm.tables import number_text
-
-
-def write_run(folder: Path, arm: str, seed: int, **summary: Any) -> None:
-    run = folder / arm / f"seed{seed}"
-    run.mkdir(parents=True)
-    (run / "summary.json").write_text(json.dumps({"status": "finished", **summary}))
 
 
 def test_the_table_holds_mean_and_sample_deviation(tmp_path: Path):
@@ -56,12 +51,11 @@ def test_a_difference_that_is_the_same_with_every_seed_has_no_interval(tmp_path:
 def test_runs_that_say_nothing_useful_are_no_numbers(tmp_path: Path):
     write_run(tmp_path, "a", 0, loss=float("nan"), name="x", flag=True)
     write_run(tmp_path, "a", 1, loss=2.0, status="interrupted")
-    (tmp_path / "a/seed2").mkdir()
-    (tmp_path / "a/seed2/summary.json").write_text("{half of")
-    (tmp_path / "a/seedling").mkdir()
-    (tmp_path / "a/seedling/summary.json").write_text("{}")
+    (write_run(tmp_path, "a", 2) / "summary.json").write_text("{half of")
+    (tmp_path / "seedling").mkdir()
+    (tmp_path / "seedling/summary.json").write_text("{}")
     runs = read_runs(tmp_path)
-    assert [(run.seed, run.finished) for run in runs] == [(0, True), (1, False)]
+    assert [(run.seed, run.finished) for run in runs] == [(0, True), (1, False), (2, False)]
     table = summarise(runs, ["loss", "name", "flag"])
     assert [str(cell) for cell in table.rows[0].cells.values()] == ["-", "-", "-"]
     assert read_runs(tmp_path / "nowhere") == []
@@ -103,3 +97,26 @@ def test_a_verdict_needs_a_difference_that_a_paired_t_test_finds(tmp_path: Path)
     pair = [run for run in read_runs(tmp_path) if run.seed < 2 and run.arm in ("first", "near")]
     assert "too few seeds to tell: near (+0.0000, 2 seeds)" in summarise(pair, ["val_loss"]).verdicts()[0]
     assert summarise(pair, ["val_loss", "overlap.mean"]).meanings()[1].startswith("overlap.mean: fraction of")
+
+
+def test_a_trial_of_several_runs_is_one_line_with_the_numbers_of_all(tmp_path: Path):
+    """Arms that share a run list its folder each; a run by itself is known by its summary."""
+    shared = {"config": {"data": {"context": 32}}, "val_loss": 2.0}
+    write_trial(tmp_path, "a", 0, train=shared, extend={"val_loss": 1.0}, ppl={"metrics": {"perplexity": 9.0}})
+    list_trial(tmp_path, {"arm": "b", "seed": 0, "runs": {"train": folder_of(tmp_path, "a-seed0-train").name}})
+    write_run(tmp_path, "alone", 0, val_loss=3.0)
+    a, alone, b = sorted(read_runs(tmp_path), key=lambda run: run.arm)
+    assert [run.finished for run in (a, alone, b)] == [True] * 3
+    assert [run.value("val_loss") for run in (a, alone, b)] == [1.0, 3.0, 2.0]
+    assert a.value("ppl/perplexity") == 9.0 and a.value("runs.train.val_loss") == 2.0
+    assert a.folder == folder_of(tmp_path, "a-seed0-extend") and a.curves.parent == b.folder
+
+
+def test_a_trial_is_as_far_as_its_last_run(tmp_path: Path):
+    folders = write_trial(tmp_path, "a", 0, train={}, extend={"status": "interrupted", "reason": "SIGTERM"})
+    (run,) = read_runs(tmp_path)
+    assert (run.finished, run.summary["status"], run.summary["run"]) == (False, "interrupted", "extend")
+    for file in folders["extend"].iterdir():
+        file.unlink()
+    (run,) = read_runs(tmp_path)
+    assert (run.finished, run.summary["run"]) == (False, "extend")

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from short_runs import folder_of
 from tensorboard import default, program
 from tensorboard.backend import application
 from tensorboard.backend.event_processing import plugin_event_accumulator
@@ -74,6 +75,13 @@ def server(logs: Path) -> Client:
     )
 
 
+def arm_of(run: str) -> str:
+    """The arm of a run in TensorBoard, which is called as its folder."""
+    found = re.fullmatch(r"(\w+)-seed0-[0-9a-f]{8}", run)
+    assert found is not None
+    return found[1]
+
+
 def ask(server: Client, route: str, body: dict[str, Any] | None = None) -> Any:
     """The answer of a plugin's endpoint."""
     path = f"/data/plugin/{route}"
@@ -117,7 +125,7 @@ def test_the_table_opens_on_arm_and_seed(server: Client):
 def test_metrics_are_those_of_the_summaries_and_missing_where_nothing_was_measured(server: Client, logs: Path):
     for arm, group in groups(server).items():
         values = {value["name"]["tag"]: float(value["value"]) for value in group["metricValues"]}
-        summary = json.loads((logs / arm / "seed0" / "summary.json").read_text())
+        summary = json.loads((folder_of(logs, f"{arm}-seed0") / "summary.json").read_text())
         assert values["val/loss"] == pytest.approx(summary["val_loss"], rel=1e-6)
         assert values["val/bits_per_byte"] == pytest.approx(summary["bits_per_byte"], rel=1e-6)
         assert set(METRICS) - values.keys() == {"val/accuracy"} | LACKS[arm]
@@ -126,7 +134,7 @@ def test_metrics_are_those_of_the_summaries_and_missing_where_nothing_was_measur
 
 
 def test_summaries_say_what_every_model_remembers(logs: Path):
-    found = {arm: json.loads((logs / arm / "seed0" / "summary.json").read_text()) for arm in RUNS}
+    found = {arm: json.loads((folder_of(logs, f"{arm}-seed0") / "summary.json").read_text()) for arm in RUNS}
     for summary in found.values():
         by_kind = summary["memory_bytes"]
         assert summary["cache_bytes"] == sum(by_kind.values()) - by_kind["bookkeeping"] > 0
@@ -137,17 +145,17 @@ def test_summaries_say_what_every_model_remembers(logs: Path):
 
 
 def test_a_comparator_is_evaluated_like_any_other_model(logs: Path):
-    (result,) = HeldOut(str(logs / "gated_delta_net"), overlap=True, device="cpu").evaluate()
-    summary = json.loads((logs / "gated_delta_net" / "seed0" / "summary.json").read_text())
+    (result,) = HeldOut(str(logs / "gated_delta_net-seed0"), overlap=True, device="cpu").evaluate()
+    summary = json.loads((folder_of(logs, "gated_delta_net-seed0") / "summary.json").read_text())
     assert result["text"]["loss"] == pytest.approx(summary["val_loss"], rel=1e-5)
     assert result["overlap"] is None
 
 
 def test_no_run_has_a_point_of_what_it_has_not_measured(server: Client, logs: Path):
     tags = ask(server, "scalars/tags")
-    assert set(tags) == {f"{arm}/seed0" for arm in RUNS}
+    assert {arm_of(run) for run in tags} == set(RUNS)
     for run, of_run in tags.items():
-        assert set(METRICS) - set(of_run) == {"val/accuracy"} | LACKS[run.partition("/")[0]]
+        assert set(METRICS) - set(of_run) == {"val/accuracy"} | LACKS[arm_of(run)]
         assert "hp_metric" not in of_run
         events = EventAccumulator(str(logs / run), size_guidance={"scalars": 0}).Reload()
         for tag in of_run:
@@ -179,9 +187,9 @@ def test_the_address_that_a_run_prints_gives_seeds_of_an_arm_one_colour():
         assert found is not None
         return found.groups()
 
-    of = {run: groups(run) for run in ("a/seed0", "a/seed12", "b/seed0")}
-    assert of["a/seed0"] == of["a/seed12"] != of["b/seed0"]
-    further = [groups(f"x/a/seed{n}/{run}") for n in (0, 1) for run in "tu"]
+    first, second, other = (groups(f"{run}-1f3a9c07") for run in ("a-seed0", "a-seed12", "b-seed0"))
+    assert first == second != other
+    further = [groups(f"x/a-seed{n}-{run}-{n}f3a9c07") for n in (0, 1) for run in "tu"]
     assert further[0] == further[2] != further[1] == further[3], "of an arm's runs each has its colour"
 
 
@@ -205,9 +213,11 @@ def test_charts_put_the_curves_of_all_runs_together_and_none_is_empty(server: Cl
     of_questions = "held-out questions answered (fraction)"
     text = {name: patterns for name, patterns in LAYOUT["loss"].items() if name != of_questions}
     assert tabs == {**LAYOUT, "loss": text}, "text asks no questions; all others belong to one of the runs"
-    runs = ask(server, "scalars/tags")
+    runs = {arm_of(run): run for run in ask(server, "scalars/tags")}
     drawn = {
-        name: {run: curves(server, run, tags) for run in runs} for of in tabs.values() for name, tags in of.items()
+        name: {arm: curves(server, run, tags) for arm, run in runs.items()}
+        for of in tabs.values()
+        for name, tags in of.items()
     }
     for name, of in drawn.items():
         assert any(of.values()), f"{name} is empty"
@@ -215,11 +225,11 @@ def test_charts_put_the_curves_of_all_runs_together_and_none_is_empty(server: Cl
         assert drawn["loss in training and held out (nats per token)"][run] == {"train/loss", "val/loss"}
         assert drawn["tokens per second"][run] == {"train/tokens_per_second"}
     recall = drawn["recall by layer and stage"]
-    assert {f"train/indexer_recall/stage{s}" for s in (1, 2)} < recall["gsm/seed0"]
-    assert recall["baseline/seed0"] and not recall["transformer/seed0"]
+    assert {f"train/indexer_recall/stage{s}" for s in (1, 2)} < recall["gsm"]
+    assert recall["baseline"] and not recall["transformer"]
     overlap = drawn["overlap with the encoder, of a few sequences"]
-    assert overlap["gsm/seed0"] == {"val/overlap_sample/stage1", "val/overlap_sample/stage2"}
-    assert {run for run, of in drawn["effective rank of the state"].items() if of} == {"gsm/seed0", "no_stages/seed0"}
+    assert overlap["gsm"] == {"val/overlap_sample/stage1", "val/overlap_sample/stage2"}
+    assert {run for run, of in drawn["effective rank of the state"].items() if of} == {"gsm", "no_stages"}
 
 
 def test_a_run_has_the_charts_of_what_it_logs():
@@ -238,10 +248,10 @@ def curves(server: Client, run: str, patterns: list[str]) -> set[str]:
 def test_pictures_are_there_where_the_model_has_what_they_show(server: Client):
     images, shapes = ask(server, "images/tags"), ask(server, "histograms/tags")
     distances = {"view/retrieval_distance/stage1", "view/retrieval_distance/stage2"}
-    drawn = {run.partition("/")[0]: set(of_run) for run, of_run in images.items() if of_run}
+    drawn = {arm_of(run): set(of_run) for run, of_run in images.items() if of_run}
     reads = {"view/decoder_reads", "view/decoder_reads_by_row"}
     assert drawn == {"gsm": reads | {"view/stages_select", "view/state_is_made_of"}, "no_stages": reads}
-    assert {run.partition("/")[0]: set(of_run) for run, of_run in shapes.items() if of_run} == {"gsm": distances}
+    assert {arm_of(run): set(of_run) for run, of_run in shapes.items() if of_run} == {"gsm": distances}
 
 
 @pytest.mark.parametrize("ahead", [3600, 0])

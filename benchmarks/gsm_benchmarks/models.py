@@ -4,7 +4,7 @@ An entry of ``models`` is a name, ``gsm``, or a mapping with a name. All other f
 
     {name: wide, overrides: ["model.state_size=64"]}                           GSM with another value
     {name: no_pool, overrides: ["model=baseline", "model.candidate_pool=false"]}
-    {name: trained, checkpoint: logs/default/gsm}                            the run there, at its own size
+    {name: trained, checkpoint: logs/default/gsm-seed0}                      the run there, at its own size
 
 Rows are called by the name. A name of a variant stands for that variant alone.
 """
@@ -33,7 +33,9 @@ Entry = str | Mapping[str, Any]  # an item of `models`
 KEYS = ("name", "overrides", "checkpoint")
 ALL = ("gsm", "baseline", "transformer", "yoco", "gated_delta_net")  # the default
 PAIR = ("gsm", "baseline")
-LIKE = 'Write a name, such as gsm, or {name: mine, overrides: ["model.state_size=64"], checkpoint: logs/default/gsm}'
+LIKE = (
+    'Write a name, such as gsm, or {name: mine, overrides: ["model.state_size=64"], checkpoint: logs/default/gsm-seed0}'
+)
 
 
 @dataclass(frozen=True)

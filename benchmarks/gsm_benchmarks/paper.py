@@ -70,7 +70,7 @@ def run(
     if set(names) != {"gsm", "baseline"}:
         raise ValueError(
             f"models={names} is not allowed, because the paper compares two. Use entries with the names gsm and "
-            "baseline, such as {name: gsm, checkpoint: logs/default/gsm}"
+            "baseline, such as {name: gsm, checkpoint: logs/default/gsm-seed0}"
         )
     size = one_size(chosen, size, SIZE if where.type == "cuda" else "nano")
     longest = max(inference.LENGTHS[where.type])

@@ -3,7 +3,7 @@
 Importing this package is cheap: PyTorch, Hydra and Lightning are loaded when one of the names below is first used.
 
     model = gsm.build_model("gsm", size="nano", overrides=["model/retriever=separate_indexer"])
-    model = gsm.load_model("logs/default/gsm/seed0")
+    model = gsm.load_model("logs/default/gsm-seed0")
     with gsm.record("stage/*") as seen:
         model(tokens)
     with gsm.patch("state/entries", lambda entry_BEC: 0 * entry_BEC):

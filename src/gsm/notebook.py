@@ -21,7 +21,7 @@ from gsm.costs.model import Cost, cost
 from gsm.data.cache import cache_folder
 from gsm.data.synthetic import SyntheticData
 from gsm.experiments.runs import Experiment
-from gsm.experiments.table import RunSummary, read_runs
+from gsm.experiments.table import RunSummary, list_trial, read_runs
 from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
 from gsm.observe import Recording
@@ -49,12 +49,15 @@ def trained(arm: str = "gsm", *overrides: str) -> tuple[LanguageModel, Synthetic
     if packaged and not overrides:
         return load(packaged)
     arguments = ["experiment=_notebook", "name=notebook", f"logs={quoted(cache_folder())}", *overrides]
-    runs = list(Experiment(compose(arguments), arguments).trial(arm, 0).runs.values())
+    experiment = Experiment(compose(arguments), arguments)
+    trial = experiment.trial(arm, 0)
+    list_trial(experiment.folder, trial.line())
+    runs = list(trial.runs.values())
     for run in runs:
         assert run.config, "the arms of this experiment only train"
         if not run.finished():
             print(f"Training {run.label} for {run.config['trainer']['max_steps']} steps, once:", flush=True)
-        train(run.config)  # waits where another notebook trains it, and leaves it alone if it is finished
+            train(run.config)  # waits where another notebook trains it
     return load(runs[-1].folder)
 
 

@@ -13,11 +13,13 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gsm.config.check import contrast, flat
+from gsm.config.check import ConfigError, contrast, flat
 from gsm.config.options import saved
+from gsm.files import DAMAGED
 
 DIGITS = 8
 CONFIG = "config.yaml"  # in the folder of a run: its configuration
+TUNING = "tuning"  # in an experiment's folder: the runs that choose its values
 
 
 def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,9 +77,12 @@ def find(experiment: Path, digits: str) -> Path | None:
     return min(experiment.glob(f"*-{digits}"), default=None)
 
 
-def noted(folder: Path) -> dict[str, Any]:
+def noted(folder: Path) -> Mapping[str, Any]:
     """Return the configuration of the run in a folder; empty where there is none. Raises ConfigError if damaged."""
-    return saved(folder / CONFIG) or {}
+    config = saved(folder / CONFIG) or {}
+    if not isinstance(config, Mapping):
+        raise ConfigError(DAMAGED.format(folder / CONFIG, "it holds no keys"))
+    return config
 
 
 def moved(value: Any, old: str, new: str) -> Any:

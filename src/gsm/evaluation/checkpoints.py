@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from gsm import checkpoint, paths
-from gsm.config.address import address
+from gsm.config.address import TUNING, address
 from gsm.config.check import ConfigError
 from gsm.config.load import load_model, refusals, tokenizer_of, usable
 from gsm.config.stored import checkpoint_folder, digest, read_checkpoint
@@ -120,7 +120,7 @@ def opened(files: Sequence[Path], device: str) -> Iterator[Trained]:
 
 def checkpoints(path: str) -> list[Path]:
     """Return the checkpoint of a path or a name, as ``load_model`` takes it, or the last ones of all runs below it,
-    sorted. A run that another one starts from does not count.
+    sorted. A run that another one starts from does not count, nor does an attempt of tuning.
 
     Raises FileNotFoundError if there is none.
     """
@@ -128,6 +128,7 @@ def checkpoints(path: str) -> list[Path]:
     if not folder.is_dir() or checkpoint.is_model(folder):
         return [folder]
     runs = sorted({file.parent.parent.parent for file in folder.glob(f"**/checkpoints/step_*/{checkpoint.STATE}")})
+    runs = [run for run in runs if TUNING not in run.relative_to(folder).parts]
     last = {run: step for run in runs if (step := checkpoint.newest(run))}
     configs = [read_checkpoint(step, weights=False)["hyper_parameters"]["config"] for step in last.values()]
     begun = {config["origin"]["run"] for config in configs if "run" in (config.get("origin") or {})}

@@ -303,7 +303,7 @@ def read_documents(names: Sequence[str]) -> None:
 def _title(result: Mapping[str, Any]) -> str:
     text, data = result["text"], result["data"]
     of = data.get("corpus") or data.get("task") or "its data"
-    run = f"{result['experiment']}/{result['arm']}/seed{result['seed']}"
+    run = f"{result['experiment']}/{result['arm']}-seed{result['seed']}"
     treated = f", documents: {result['documents']}" if result["documents"] else ""
     split = data.get("held_out", "validation") if result["split"] == "validation" else result["split"]
     return (

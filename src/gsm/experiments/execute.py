@@ -3,9 +3,9 @@
     python train.py experiment=paper_long_context
 
 is the parent process, which trains nothing itself. ``gsm.experiments.runs`` first composes and checks all runs, and
-``gsm.experiments.tune`` those that choose the values of an arm. The
-unfinished ones become processes (``python train.py ... arm=gsm folder=logs/<name>/gsm/seed0/extend start_from=...``, or
-``python evaluate.py checkpoint=...``), here or on a cluster. The command can be stopped and repeated at any time.
+``gsm.experiments.tune`` those that choose the values of an arm. The unfinished ones become processes (``python train.py
+... arm=gsm start_from=...``, or ``python evaluate.py checkpoint=...``). The command can be stopped and repeated at any
+time.
 
 docs/experiments.md has the entries of a configuration.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -130,6 +131,8 @@ class _Work:
         stopped = work_off(self.waiting, self.at_once, self._start, self._ended)
         if stopped is not None:
             print(f"\nstopped; to go on:\n  {again()}", flush=True)
+            if stopped in (signal.SIGUSR1, signal.SIGUSR2) and callable(signal.getsignal(stopped)):
+                signal.raise_signal(stopped)  # a cluster's warning: submitit queues the job once more
             raise SystemExit(128 + stopped)
 
     def header(self) -> list[str]:
@@ -220,9 +223,10 @@ def _refuse_ranks() -> None:
 
 
 def _describe(experiment: Experiment, tuning: Tuning) -> None:
-    """Write the arms with their overrides, and the columns of the table, for `compare.py` and notebooks."""
-    arms = experiment.arms | tuning.settled().arms
-    write_json(experiment.folder / CONTENTS, {"arms": arms, "table": experiment.columns, **tuning.contents()})
+    """Write the arms with their overrides, the columns of the table, and the overrides of the command, for `compare.py`
+    and notebooks."""
+    told = {"arms": experiment.arms | tuning.settled().arms, "table": experiment.columns}
+    write_json(experiment.folder / CONTENTS, {**told, "overrides": list(experiment.given), **tuning.contents()})
 
 
 def _report(experiment: Experiment, arms: Sequence[str], tuning: Tuning) -> Table:

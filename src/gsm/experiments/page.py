@@ -110,7 +110,7 @@ class Report:
             data=[
                 [key, _text(value)] for run in first for key, value in flat(mapping(run.summary.get("data"))).items()
             ],
-            commands=[line for folder in self.folders for line in _commands(folder)],
+            commands=[line for folder in self.folders for line in _commands(read_contents(folder))],
             listed=list(self._listed()),
             seconds=clock(sum(_seconds(run) for run in self.runs)),
         )
@@ -167,7 +167,7 @@ class Report:
                 "tokens": "-" if tokens is None else f"{tokens:,.0f}",
                 "took": clock(_seconds(run)) if run and _seconds(run) else "-",
                 "link": quote(self._relative(folder)) + "/",  # also the colon, so that no name becomes a scheme
-                "command": "\n".join(_commands(folder)),
+                "command": "\n".join(_commands(noted(folder))),
             }
 
     def _relative(self, folder: Path) -> str:
@@ -194,9 +194,9 @@ def _question(experiment: str) -> str:
     return opening(next((_read(file) for file in files if file.is_file()), ""))[0]
 
 
-def _commands(folder: Path) -> list[str]:
-    """Return the command that trained the runs of a folder; none where train.py has not started them."""
-    overrides = noted(folder).get("overrides")
+def _commands(description: Mapping[str, Any]) -> list[str]:
+    """Return the command of an experiment's description, or of a run's configuration; none where it has none."""
+    overrides = description.get("overrides")
     if not isinstance(overrides, list):
         return []
     before, flag = own_configs()

@@ -44,11 +44,11 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from gsm import paths, plots
-from gsm.config.address import noted
+from gsm.config.address import TUNING, noted
 from gsm.config.check import ConfigError, unknown
 from gsm.config.options import HIDDEN, opening
 from gsm.experiments import SEVERAL
-from gsm.experiments.table import TUNING, RunSummary, Table, read_otherwise, read_runs, summarise
+from gsm.experiments.table import RunSummary, Table, read_otherwise, read_runs, summarise
 from gsm.files import damage, write_whole
 from gsm.intervals import Cell, over_windows
 from gsm.tables import Grid, grid_markdown, length_text
@@ -60,7 +60,7 @@ FACTS = (
     *("device", "versions", "fingerprint.documents", "fingerprint.tokenizer"),
 )
 SETTINGS = ("corpus_sha256", "learning_rate", "optimizer", "steps")  # facts in which the seeds of an arm are alike
-LOCAL = ("folder=", "logs=", "jobs=", *(f"{key}=null" for key in SEVERAL))  # where a run lies, and who started it
+LOCAL = ("logs=", "jobs=", *(f"{key}=null" for key in SEVERAL))  # where a run lies, and who started it
 ABOVE = re.compile(r"^start_from=/.*/(?=logs/)")  # the machine's part of the path of a checkpoint
 BITS, SUMS = "/bits_per_byte", "/by_document"  # of an evaluation: its number, and nats and bytes of every document
 MARKED = re.compile(
@@ -72,7 +72,7 @@ LENGTHS = (256, 4096, 65536)  # tokens before the one that is decoded
 
 
 def publish(folder: Path, into: Path, metrics: Sequence[str]) -> str:
-    """Append a row for each run below `logs/<name>`, also in hidden folders, to `<into>/<name>.csv`.
+    """Append a row for each run in `logs/<name>`, and each attempt of tuning, to `<into>/<name>.csv`.
 
     A run that has not ended has no row yet. One with other settings than those of its arm is refused: a table has the
     mean of an arm.
@@ -99,6 +99,9 @@ def publish(folder: Path, into: Path, metrics: Sequence[str]) -> str:
             raise ConfigError(f"columns must be those of {path.name}, {known}, got {missing[0]}")
         columns = header
     found = [run for place in (folder, folder / TUNING) for run in read_runs(place)]
+    for run in found:
+        if sentence := damage(run.folder / "summary.json"):
+            raise ConfigError(sentence)
     ended = [run for run in found if run.summary.get("status") not in (None, "running")]
     rows = [row(run, folder.name, columns) for run in ended]
     new = [line for line in rows if line not in written]
@@ -125,9 +128,7 @@ def _arm(line: Mapping[str, str]) -> tuple[str, str]:
 
 
 def row(run: RunSummary, experiment: str, columns: Sequence[str]) -> dict[str, str]:
-    """Return the row of one run, as texts by column. Raises ConfigError for a damaged file."""
-    if sentence := damage(run.folder / "summary.json"):
-        raise ConfigError(sentence)
+    """Return the row of one run, as texts by column. Raises ConfigError for a damaged configuration."""
     summary, config = run.summary, noted(run.folder)
     words = list(map(str, config.get("overrides") or []))
     data, optimizer = summary.get("data") or {}, config.get("optimizer") or {}

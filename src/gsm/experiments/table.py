@@ -23,7 +23,6 @@ from gsm.intervals import Cell, over_pairs, over_seeds
 from gsm.tables import WIDTH, Grid, grid_csv, grid_markdown, grid_text, number_text
 
 TRIALS = "trials.jsonl"  # the trials of an experiment, one in a line: arm, seed, and the folders of its runs by name
-TUNING = "tuning"  # in an experiment's folder: the runs that choose its values
 CONTENTS = "experiment.json"  # the arms of an experiment in their order, and the columns of its table
 COLUMNS = ("bits_per_byte", "val_loss")
 PROPERTIES = ("parameters", "learning_rate", "cache_bytes", "state_bytes")  # no seed of an arm changes them
@@ -306,8 +305,10 @@ def read_trial(folder: Path, line: Mapping[str, Any]) -> RunSummary:
 
 
 def read_contents(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return ``arms``, ``table`` and ``tuned`` of the experiment's last command; empty where its runs were started one
-    by one."""
+    """Return ``arms``, ``table``, ``overrides`` and ``tuned`` of the experiment's last command.
+
+    Empty where its runs were started one by one.
+    """
     return read_json(Path(folder) / CONTENTS) or {}
 
 
@@ -351,7 +352,7 @@ def mapping(content: Any) -> Mapping[str, Any]:
     return content if isinstance(content, Mapping) else {}
 
 
-def configs(run: RunSummary) -> dict[str, dict[str, Any]]:
+def configs(run: RunSummary) -> dict[str, Mapping[str, Any]]:
     """Return the configuration of a run; of several after one another, of those that train, by name."""
     found = {name: noted(run.folder.parent / place) for name, place in run.parts.items()}
     return {name: config for name, config in found.items() if "address" in config}

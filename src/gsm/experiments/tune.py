@@ -1,6 +1,6 @@
 """Tuning: the values that each arm tries, on a part of its training data, before it trains with the best of them.
 
-An attempt is a trial of the arm with further overrides: its values, the tuning split, and a folder in ``.tuning``.
+An attempt is a trial of the arm with further overrides: its values, the tuning split, and a folder in ``tuning``.
 Every combination of the values is tried. The best values become overrides of the arm.
 """
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from gsm.config.address import TUNING
 from gsm.config.check import ConfigError, unknown
 from gsm.config.compose import quoted
 from gsm.config.naming import label
@@ -26,7 +27,7 @@ from gsm.experiments.entries import (
     read_seeds,
 )
 from gsm.experiments.runs import Experiment, Run, Trial
-from gsm.experiments.table import TUNING, RunSummary
+from gsm.experiments.table import RunSummary
 from gsm.files import read_json
 from gsm.tables import filled
 
