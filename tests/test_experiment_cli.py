@@ -25,7 +25,7 @@ TINY += ["trainer=cpu", "ngrams=false", "sample=false", NO_PICTURES]
 @pytest.mark.timeout(900)
 def test_an_experiment_from_an_interruption_to_its_table(tmp_path: Path):
     """Stopped while its second arm trains, and given again; its third composes, but breaks as it trains."""
-    broken = "  lost: [optimizer.learning_rate=1e30]\nseeds:"
+    broken = "  lost: [optimizer.learning_rate=1000]\nseeds:"
     directory = configs(tmp_path, TOY.replace("seeds:", broken))
     (tmp_path / "text").mkdir()
     text = tiny_text.write(tmp_path / "text")
