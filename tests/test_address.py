@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ from short_runs import TINY, composed
 
 from gsm.config.address import address, decisive, differences, find
 from gsm.config.address import settings as without_seed
-from gsm.config.check import ConfigError
+from gsm.config.check import ConfigError, parameters
 from gsm.config.naming import name
+from gsm.paths import ROOT
 
 PLACES = ["data.path=/texts", "logs=/logs"]
 
@@ -127,3 +130,30 @@ def test_a_default_name_has_the_model_and_what_changes_training():
     assert name("gsm", words, rule) == "gsm-writer_gated-optimizer.learning_rate_3e-3"
     assert name("gsm", ["model=gsm", "+callbacks.stop={_target_: a.B}"], rule) == "gsm-callbacks.stop_target_a.b"
     assert len(name("gsm", [f"model.very_long_key_{n}={n}" for n in range(20)], rule)) <= 80
+
+
+def test_no_default_of_a_part_changes_unnoticed():
+    """A key that a configuration leaves out has its part's default, which no address holds: another default would make
+    other runs of old addresses. Where one has to change, name the key in the yaml, with the old value under `absent` in
+    configs/train.yaml if old runs shall keep their addresses; then write `defaults()` into the file.
+    """
+    known = json.loads(DEFAULTS.read_text())
+    assert defaults() == known
+
+
+DEFAULTS = Path(__file__).with_name("defaults.json")
+
+
+def defaults() -> dict[str, dict[str, str]]:
+    """The defaults of everything that a yaml of the training part can build."""
+    groups = [ROOT / "configs" / group for group in ("model", "data", "optimizer", "size")]
+    text = "\n".join(file.read_text() for group in groups for file in sorted(group.rglob("*.yaml")))
+    found = {}
+    for target in sorted(set(re.findall(r"_target_: (gsm\.[\w.]+)", text))):
+        taken = parameters(target) or {}
+        found[target] = {
+            name: re.sub(r" at 0x\w+", "", repr(one.default))
+            for name, one in taken.items()
+            if one.default is not one.empty
+        }
+    return found

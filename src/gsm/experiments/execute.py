@@ -13,7 +13,6 @@ docs/experiments.md has the entries of a configuration.
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from gsm import threads
 from gsm.config.check import ConfigError
-from gsm.config.command_line import again, command, path_text
+from gsm.config.command_line import again, path_text
 from gsm.experiments.compare import apart, unfinished, write
 from gsm.experiments.entries import naming
 from gsm.experiments.jobs import Child, tail, work_off
@@ -68,7 +67,7 @@ def print_plan(config: Mapping[str, Any]) -> None:
     Raises ConfigError.
     """
     runs = expand(config, list(HydraConfig.get().overrides.task), _flags())
-    print("\n".join(command(run.program, *run.arguments) for run in runs if not run.finished()))
+    print("\n".join(run.typed for run in runs if not run.finished()))
 
 
 def train_all(experiment: Experiment) -> Table:
@@ -155,7 +154,7 @@ class _Work:
     def _start(self, run: Run) -> Child:
         print(f"{self._label(run)}: started, output in {path_text(run.log)}", flush=True)
         if self.at_once > 1:
-            print(textwrap.indent(shlex.join(run.command), "    "), flush=True)
+            print(textwrap.indent(run.typed, "    "), flush=True)
         # A single run uses all idle cores.
         share = {"OMP_NUM_THREADS": str(max(1, threads.cores() // self.at_once))} if self.at_once > 1 else {}
         return Child(run, share, follow=self.at_once == 1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -43,7 +42,7 @@ class Child:
         with run.log.open("ab") as file:
             self._shown = file.tell()
             composed = hand_on(run.config) if run.config else {}
-            file.write(f"$ {shlex.join(run.command)}\n".encode())
+            file.write(f"$ {run.typed}\n".encode())
             file.flush()
             self._process = subprocess.Popen(
                 run.command,

@@ -15,6 +15,7 @@ from typing import Any
 
 from gsm import paths
 from gsm.checkpoint import CheckpointError
+from gsm.config import command_line
 from gsm.config.address import address, changed, find, hashed, settings
 from gsm.config.check import ConfigError, flat
 from gsm.config.compose import compose, quoted, refuse_unnamed
@@ -77,6 +78,11 @@ class Run:
     def command(self) -> tuple[str, ...]:
         """The command of its process, as words."""
         return (sys.executable, *paths.script(self.program), *self.arguments)
+
+    @property
+    def typed(self) -> str:
+        """The same, to paste into a shell."""
+        return command_line.command(self.program, *self.arguments)
 
     @property
     def log(self) -> Path:
