@@ -1,4 +1,4 @@
-"""Write a trained model as a folder for transformers: `python export.py checkpoint=logs/default/gsm/seed0 to=out`."""
+"""Write a trained model as a folder for transformers: `python export.py checkpoint=logs/default/gsm-seed0 to=out`."""
 
 from gsm.paths import hide_root
 

@@ -1,4 +1,4 @@
-"""Write text with a trained model: `python generate.py checkpoint=logs/default/gsm/seed0 prompt="def "`."""
+"""Write text with a trained model: `python generate.py checkpoint=logs/default/gsm-seed0 prompt="def "`."""
 
 from gsm.paths import hide_root
 

@@ -246,7 +246,7 @@ def test_ranks_of_different_configurations_name_what_differs(processes: Any, hom
     ],
 )
 def test_what_cannot_be_divided_is_refused(tmp_path: Path, optimizer: AdamW, callbacks: list[str], said: str):
-    kept = [Latest(tmp_path / "last.ckpt") for _ in callbacks]
+    kept = [Latest(tmp_path) for _ in callbacks]
     trainer: Any = SimpleNamespace(strategy=Sharded(), callbacks=kept, world_size=1)
     task: Any = SimpleNamespace(optimizer=optimizer, model=torch.nn.Module())
     with pytest.raises(ConfigError, match=said):

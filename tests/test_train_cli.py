@@ -293,7 +293,7 @@ def test_a_sweep_over_seeds_trains_each_once(tmp_path: Path, processes: Any):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_variants_stand_side_by_side(tmp_path: Path, processes: Any):
-    """Both jobs went to logs/default/gsm/seed0, and the first was moved away as replaced."""
+    """Each in a folder of its own, and found again by the same values."""
     given = [word for word in arguments(tmp_path) if word != BY_MODEL]
     given += [*QUICK]
     for words in (["-m", "model/writer=additive,gated", "seed=0,1"], ["model/writer=gated", "callbacks.progress=null"]):

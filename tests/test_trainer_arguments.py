@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning
 import pytest
-from short_runs import arguments, lines, typed
+from short_runs import arguments, folder_of, lines, typed
 
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
@@ -54,13 +54,13 @@ def test_the_profilers_of_the_documentation_report_and_change_nothing(home: Path
     shared = [word for word in arguments(home, "profilers", "trainer.max_steps=9") if word != "trainer=cpu"]
     folders = []
     for arm, word in {"plain": "trainer=default", "whole": "trainer=profiled"}.items():
-        config = compose([*shared, f"arm={arm}", word], [tmp_path])
+        config = compose([*shared, f"name={arm}", word], [tmp_path])
         train(config)
         folders.append(Path(config["folder"]))
     (trace,) = (folders[1] / "profile").glob("*training_step*.pt.trace.json")
     names = [event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]]
     assert sum(name.startswith("[pl][profile]") and name.endswith(".training_step") for name in names) == 3
     assert "Self CPU" in (folders[1] / "profile/fit-operations.txt").read_text()
-    printed = typed(processes, tmp_path, "train.py", *shared, "arm=simple", "+trainer.profiler=simple").stderr
+    printed = typed(processes, tmp_path, "train.py", *shared, "name=simple", "+trainer.profiler=simple").stderr
     assert "FIT Profiler Report" in printed and "optimizer_step" in printed
-    assert lines(folders[0]) == lines(folders[1]) == lines(folders[0].parents[1] / "simple/seed0")
+    assert lines(folders[0]) == lines(folders[1]) == lines(folder_of(folders[0].parents[1] / "simple"))
