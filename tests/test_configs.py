@@ -14,6 +14,7 @@ import pytest
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from gsm import paths
 from gsm.config import command_line
 from gsm.config.check import ConfigError, fits
 from gsm.config.compose import _hydra, compose, quoted, register_resolvers
@@ -167,7 +168,7 @@ def test_a_kept_composition_with_values_in_it_is_the_one_that_hydra_makes(words:
     with hydra.initialize_config_dir(str(configs()), job_name="train", version_base="1.3"):
         made = hydra.compose("train", words, return_hydra_config=True)
     for _ in range(2):
-        found = _hydra(tuple(words), (configs(),), "train")
+        found = _hydra(tuple(words), (configs(),), "train", paths.digest([configs()]))
         for config in (made, found):
             OmegaConf.set_struct(config, False)
             config.hydra.job.override_dirname = ""  # no configuration of ours reads it

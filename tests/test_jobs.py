@@ -32,8 +32,8 @@ def command(place: Path, label: str, *words: str, **more: Any) -> Command:
 def test_no_run_outlives_a_parent_that_was_killed(tmp_path: Path):
     trains = "import gsm.signals as c, os, pathlib, sys, time; c.leave_with_parent(); "
     trains += "pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"
-    waits = "import gsm.experiments.jobs as c, pathlib, sys\nclass Run: name, after, config = '', None, None\n"
-    waits += "run = Run(); run.log = pathlib.Path(sys.argv[1]).parent / 'log'; run.typed = ''; run.finished = lambda: False\n"
+    waits = "import gsm.experiments.jobs as c, pathlib, sys\nclass Run: typed, after, config = '', None, None\n"
+    waits += "run = Run(); run.log = pathlib.Path(sys.argv[1]).parent / 'log'; run.finished = lambda: False\n"
     waits += f"run.command = (sys.executable, '-c', {trains!r}, sys.argv[1]); c.work_off([run], 1, c.Child, print)"
     ready = tmp_path / "ready"
     parent = subprocess.Popen([sys.executable, "-c", waits, str(ready)])
