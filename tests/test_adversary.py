@@ -83,7 +83,10 @@ def test_a_run_may_do_without_loggers_and_callbacks(tmp_path: Path):
     assert config["logger"] == config["callbacks"] == {}
     facts = train(config)
     assert facts["status"] == "finished" and facts["steps"] == 2
-    assert {path.name for path in Path(config["folder"]).rglob("*") if path.is_file()} == {"summary.json", ".lock"}
+    assert {path.name for path in Path(config["folder"]).rglob("*") if path.is_file()} == {
+        "summary.json",
+        "config.yaml",
+    }
 
 
 def home_of(folder: Path) -> Path:

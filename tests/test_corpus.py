@@ -11,7 +11,6 @@ import tiny_text
 
 from gsm import files
 from gsm.config.check import ConfigError
-from gsm.config.command_line import call
 from gsm.config.compose import compose
 from gsm.config.stored import checkpoint_folder
 from gsm.data import cache
@@ -159,9 +158,6 @@ def test_a_path_that_begins_with_a_tilde_is_in_the_home(tmp_path: Path, monkeypa
     assert checkpoint_folder("~/run").is_relative_to(home) and cache_folder("~/cache") == home / "cache"
     with pytest.raises(FileNotFoundError, match="tokenizer.*me/tokenizer.json"):
         Tokenizer.from_file("~/tokenizer.json")
-    called: list[str] = []
-    call(lambda *folders, prompt="", output="": called.extend([*folders, prompt, output]), "a", ["~/x", "prompt=~/y"])
-    assert called == [f"{home}/x", "~/y", ""]
 
 
 @pytest.mark.parametrize("place", ["a folder", "200 MB"])

@@ -17,7 +17,6 @@ from gsm.models.schedule import gsm_schedule
 from gsm.paths import variants
 from gsm.slots.encoder_layer import Attention, Recurrent
 from gsm.span import Span, document_positions
-from gsm.training.folder import differences
 from gsm.training.optimizer import Muon
 
 CONVOLUTION, GDN = 4, "GatedDeltaNet"
@@ -230,12 +229,3 @@ def test_analyses_that_multiply_attention_weights_refuse_recurrent_layers():
         model(random_tokens(1, 20))
     with pytest.raises(ValueError, match=r"encoder layers \[4\] .* Use a .*model/encoder_layer=attention"):
         state_routes(model, seen)
-
-
-def test_a_run_of_before_the_slot_is_one_with_the_paper_s_layers():
-    """Else every finished run of a GSM would be trained again after an update."""
-    new = compose(["model=gsm"])
-    old = {**new, "model": {key: value for key, value in new["model"].items() if key != "encoder_layer"}}
-    assert differences(old, new) == []
-    for name in ("convolved", "recurrent"):
-        assert differences(old, compose(["model=gsm", f"model/encoder_layer={name}"]))

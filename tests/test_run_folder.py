@@ -211,7 +211,7 @@ def test_a_second_process_waits_and_finds_the_folder_of_the_first(tmp_path: Path
     assert first.stdout
     held_by_first = first.stdout.readline()
     second = started(two)
-    assert second.stdout and "Waiting for another process" in second.stdout.readline()
+    assert second.stdout and f"Waiting for process {first.pid} on" in second.stdout.readline()
     first.communicate("end")
     assert held_by_first and second.communicate("end")[0] == held_by_first
 

@@ -13,7 +13,6 @@ from small import SHALLOW, build
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import instantiate
-from gsm.training.folder import differences
 from gsm.training.optimizer import SCHEDULES, AdamW, Muon
 
 SETTINGS: dict[str, Any] = {"learning_rate": 3e-3, "warmup_steps": 10, "final_fraction": 0.1, "weight_decay": 0.1}
@@ -93,16 +92,3 @@ def test_what_muon_leaves_to_adamw_can_have_a_rate_of_its_own_in_the_same_schedu
     assert set(peaks.values()) == {factor * 3e-3} and len(peaks) > 2
     assert schedule.get_last_lr()[0] == 3e-3 / 10
     assert schedule.get_last_lr()[1:] == [peak / 10 for peak in peaks.values()]
-
-
-def test_a_run_of_before_a_key_was_added_is_one_with_its_default():
-    """Else every finished run would be trained again after an update."""
-    new = compose(["optimizer=muon", "optimizer.adamw_factor=1.0"])
-    added = ("schedule", "decay_fraction", "adamw_factor")
-    old = {**new, "optimizer": {key: value for key, value in new["optimizer"].items() if key not in added}}
-    assert differences(old, new) == []
-    assert differences(old, compose(["optimizer=muon", "optimizer.adamw_factor=1.0", "optimizer.schedule=wsd"])) == [
-        "optimizer.schedule (cosine there, wsd here)"
-    ]
-    old["optimizer"]["_target_"] = "os.system"
-    assert differences(old, new), "a checkpoint's own words are compared, never looked up"

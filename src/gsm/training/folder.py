@@ -33,46 +33,50 @@ def held(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """
     digits, folder = address(config), Path(config["folder"])
     file = folder.parent / ".locks" / digits
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except FileNotFoundError as error:
-        raise ConfigError(f"logs must be a folder that can be made, got {config['logs']}") from error
-    with file.open("a+") as owner:
-        _wait(owner, file, folder)
-        _write(owner, f"{socket.gethostname()} {os.getpid()}")
+    made = [path for path in file.parents if not path.exists()]
+    with contextlib.ExitStack() as stack:
+        owner = stack.enter_context(_locked(file, folder))
+        owner.truncate(0)
+        owner.write(f"process {os.getpid()} on {socket.gethostname()}")
+        owner.flush()
         try:
             there = find(folder.parent, digits)
             yield moved(config, str(folder), str(there)) if there else config
         finally:
-            _write(owner, "")
+            file.unlink(missing_ok=True)
+            for path in (file.parent, *made):
+                with contextlib.suppress(OSError):  # it is not empty
+                    path.rmdir()
 
 
-def _wait(owner: TextIO, file: Path, folder: Path) -> None:
-    """Lock an open file. Raises ConfigError where the disk has no locks and the file names another process."""
-    try:
-        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        print(f"Waiting for another process, which trains {path_text(folder)} ({_owner(owner)}).", flush=True)
-        fcntl.flock(owner, fcntl.LOCK_EX)
-    except OSError as error:  # some network file systems have no locks
-        if text := _owner(owner):
-            raise ConfigError(
-                f"{path_text(folder)} is held by another process ({text}): if it has ended, remove {path_text(file)}"
-            ) from error
-
-
-def _owner(owner: TextIO) -> str:
-    """Return the host and the number of the process that has a lock; empty where there is none."""
-    owner.seek(0)
-    host, _, process = owner.read().strip().partition(" ")
-    return f"process {process} on {host}" if process else ""
-
-
-def _write(owner: TextIO, text: str) -> None:
-    owner.seek(0)
-    owner.truncate()
-    owner.write(text)
-    owner.flush()
+def _locked(file: Path, folder: Path) -> TextIO:
+    """Return the file of an address, open and locked. Raises ConfigError where it cannot be made, or where the disk has
+    no locks and another process has it."""
+    while True:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except FileNotFoundError as error:
+            raise ConfigError(f"logs must be a folder that can be made, got {file.parents[2]}") from error
+        try:
+            owner = file.open("a+")
+        except FileNotFoundError:  # another process, which has ended, has just removed the folder
+            continue
+        try:
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner.seek(0)
+            print(f"Waiting for {owner.read()}, which trains {path_text(folder)}.", flush=True)
+            fcntl.flock(owner, fcntl.LOCK_EX)
+        except OSError as error:  # some network file systems have no locks
+            owner.seek(0)
+            if text := owner.read():
+                raise ConfigError(
+                    f"{path_text(folder)} is held by {text}: if it has ended, remove {path_text(file)}"
+                ) from error
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(owner.fileno()), file.stat()):
+                return owner
+        owner.close()  # the process before has removed it
 
 
 def finished(config: Mapping[str, Any], fingerprint: Callable[[], Mapping[str, str | int]]) -> bool:

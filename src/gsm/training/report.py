@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # TensorBoard's address: a colour for each arm rather than for each run, and curves as they are. It fits in a line of a
 # terminal, which takes all of it for one link.
 BOARD = "http://localhost:6006/?" + urlencode(
-    {"runColorGroup": r"regex:(.*)-seed\d(.*)-", "smoothing": 0}, safe=":/()*"
+    {"runColorGroup": r"regex:(.*)-seed\d*(.*)-", "smoothing": 0}, safe=":/()*"
 )
 
 
