@@ -9,7 +9,7 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: install train test lint format tables docs adversary clean help
+.PHONY: install train test lint format tables docs clean help
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -62,9 +62,6 @@ docs: .venv/.docs  ## build the documentation into site/, the notebooks executed
 	@echo "installing the extra docs into .venv, once; then the notebooks are executed: some minutes"
 	@set -o pipefail; $(BIN)/python -m pip install -c constraints.txt -e '.[docs]' | $(progress)
 	@touch $@
-
-adversary: $(STAMP)  ## attack the project with cases drawn from seeds: ARGS="cases=2000 seed=0", or ARGS="class=damage seed=123"
-	PYTHONPATH=tests $(BIN)/python -m adversary $(ARGS)
 
 clean:  ## remove .venv and the caches; logs/ stays
 	rm -rf .venv .pytest_cache .ruff_cache build dist site

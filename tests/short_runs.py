@@ -121,18 +121,19 @@ def typed(processes: Any, folder: Path, script: str, *words: str, **environment:
     with tempfile.TemporaryDirectory() as outputs:
         streams = [Path(outputs) / "stdout", Path(outputs) / "stderr"]
         variables = {**os.environ, **environment}
-        child = processes.Process(target=_be_the_script, args=(folder, streams, script, words, variables))
+        child = processes.Process(target=be_the_script, args=(folder, streams, script, words, variables))
         child.start()
         child.join()
         stdout, stderr = (stream.read_text() for stream in streams)
     return CompletedProcess([script, *words], child.exitcode, stdout, stderr)
 
 
-def _be_the_script(
+def be_the_script(
     folder: Path, streams: list[Path], script: str, words: tuple[str, ...], environment: dict[str, str]
 ) -> None:
+    """In a child process: be a script, with its output in two files."""
     for number, stream in enumerate(streams, 1):
-        with stream.open("wb") as file:
+        with stream.open("ab") as file:
             os.dup2(file.fileno(), number)
     os.environ.clear()
     os.environ |= environment

@@ -341,3 +341,23 @@ def test_in_a_hydra_application_its_overrides_are_not_those_of_a_run(tmp_path: P
     done = typed(processes, tmp_path, str(tmp_path / "app.py"), *words)
     printed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
     assert printed == [["app", "the same call of train"]] * 2, done.stdout + done.stderr
+
+
+def test_a_run_may_do_without_loggers_and_callbacks(tmp_path: Path):
+    """No curve and no checkpoint are left then, as was asked for."""
+    bare = [word for word in QUICK if not word.startswith("callbacks.")]
+    config = compose([*arguments(tmp_path), *bare, "~logger", "~callbacks"])
+    assert config["logger"] == config["callbacks"] == {}
+    facts = train(config)
+    assert facts["status"] == "finished" and facts["steps"] == 1
+    assert {path.name for path in Path(config["folder"]).rglob("*") if path.is_file()} == {
+        "config.yaml",
+        "summary.json",
+    }
+
+
+@pytest.mark.parametrize("word", ["logs=''", "name=../../x"])
+def test_nothing_is_written_before_a_place_was_looked_at(word: str, tmp_path: Path, processes: Any):
+    done = typed(processes, tmp_path, "train.py", f"logs={tmp_path / 'a/b'}", word)
+    assert done.returncode == 1 and done.stderr.startswith("error: ")
+    assert not list(tmp_path.iterdir())

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import io
+import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from short_runs import typed
-from small import mostly_nightly
+import yaml
+from hydra.utils import instantiate
+from short_runs import arguments, typed
+from small import mostly_nightly, mostly_slow
 from stored import store
 
-from gsm import notebook, paths
+from gsm import checkpoint, notebook, paths
+from gsm.config.address import CONFIG
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import CheckpointError, build_model, instantiate_model, load_model
 from gsm.config.trust import vetted
-from gsm.evaluation.held_out import open_data
+from gsm.evaluation.generate import generate
+from gsm.evaluation.held_out import HeldOut, open_data
+from gsm.experiments.table import read_runs
+from gsm.training.run import train
 
 PAYLOADS: dict[str, Any] = {
     "writes a file": {"_target_": "builtins.open", "file": "{folder}/mark", "mode": "w"},
@@ -222,3 +233,97 @@ def test_a_model_that_could_not_be_loaded_again_is_not_trained(tmp_path, process
         assert "model.writer._target_" in done.stderr and "'own_writer.Own'" in done.stderr
     assert not list((tmp_path / "logs").rglob("*.safetensors"))
     assert "trainer.max_time" in refused(processes, tmp_path, *words, "--config-dir", str(yamls)).stderr
+
+
+class Touches:
+    """In a pickle: makes a file when it is read."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+# What a stranger does to a run. Each returns how a careless program would read it.
+
+
+def leaves_a_pickle(name: str, run: Path, mark: Path) -> Callable[[], Any]:
+    """In place of a file of the checkpoint."""
+    step = last(run)
+    torch.save({"state_dict": Touches(mark)}, step / name)
+    seal(step)
+    return lambda: torch.load(io.BytesIO((step / name).read_bytes()), weights_only=False)
+
+
+def names_a_foreign_class(run: Path, mark: Path) -> Callable[[], Any]:
+    """For every part, in the configuration of the checkpoint and in the one beside it."""
+    step, payload = last(run), {"_target_": "shutil.copyfile", "src": __file__, "dst": str(mark)}
+    content, beside = json.loads((step / checkpoint.CONFIG).read_text()), yaml.safe_load((run / CONFIG).read_text())
+    for config in (content["run"]["config"], beside):
+        config.update(dict.fromkeys(("model", "data", "optimizer", "trainer", "callbacks", "logger"), payload))
+    (step / checkpoint.CONFIG).write_text(json.dumps({**content, "model": payload}))
+    (run / CONFIG).write_text(yaml.safe_dump(beside))
+    seal(step)
+    return lambda: instantiate(payload)
+
+
+def tags_a_yaml(run: Path, mark: Path) -> Callable[[], Any]:
+    """With a tag of Python's yaml that calls a function."""
+    (run / CONFIG).write_text(f"!!python/object/apply:os.system ['touch {mark}']")
+    return lambda: yaml.unsafe_load((run / CONFIG).read_text())
+
+
+TRAPS: dict[str, Callable[[Path, Path], Callable[[], Any]]] = {
+    "a yaml with a tag": tags_a_yaml,
+    "foreign classes": names_a_foreign_class,
+    **{
+        f"a pickle as {name}": functools.partial(leaves_a_pickle, name)
+        for name in (checkpoint.WEIGHTS, checkpoint.OTHERS, checkpoint.CONFIG, checkpoint.STATE, checkpoint.TOKENIZER)
+    },
+}
+
+
+def last(run: Path) -> Path:
+    step = checkpoint.newest(run)
+    assert step is not None
+    return step
+
+
+def seal(step: Path) -> None:
+    """Write the checksums of files that have changed."""
+    with contextlib.suppress(ValueError):  # the state itself is a pickle
+        state = json.loads((step / checkpoint.STATE).read_text())
+        state["files"] = {name: checkpoint.checksum(step / name) for name in state["files"]}
+        (step / checkpoint.STATE).write_text(json.dumps(state))
+
+
+@pytest.fixture(scope="module")
+def trained(home: Path) -> list[str]:
+    """The words of a run that is trained."""
+    words = arguments(home, "strange", "data.tokenizer=bpe", "size.vocabulary=300", "trainer.max_steps=1")
+    train(compose(words))
+    return words
+
+
+@pytest.mark.parametrize("trap", mostly_slow(TRAPS, "foreign classes", "a pickle as model.safetensors"))
+def test_nothing_in_a_run_s_folder_is_run(trap: str, trained: list[str], tmp_path: Path):
+    mark, logs, again = tmp_path / "mark", f"logs={tmp_path / 'logs'}", compose(trained)
+    run = tmp_path / "logs/strange" / Path(again["folder"]).name
+    shutil.copytree(again["folder"], run)
+    (run / "summary.json").write_text('{"status": "running", "arm": "gsm", "seed": 0}')
+    TRAPS[trap](run, mark)()
+    assert mark.exists(), "the trap works"
+    mark.unlink()
+    uses: list[Callable[[], Any]] = [
+        lambda: load_model(run),
+        lambda: generate(str(run), "a", max_new_tokens=1, device="cpu"),
+        lambda: HeldOut(str(run), sequences=1, device="cpu").evaluate(),
+        lambda: [summary.curves for summary in read_runs(run.parent)],
+        lambda: train(compose([*trained, "name=new", logs, f"start_from={run}"])),
+        lambda: train(compose([*trained, logs])),
+    ]
+    for use in uses:
+        with contextlib.suppress(ValueError, OSError):  # refused or not, it is not run
+            use()
+    assert not mark.exists()

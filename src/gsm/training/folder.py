@@ -70,6 +70,7 @@ def _locked(file: Path, folder: Path) -> TextIO:
         except OSError as error:  # some network file systems have no locks
             owner.seek(0)
             if text := owner.read():
+                owner.close()
                 raise ConfigError(
                     f"{path_text(folder)} is held by {text}: if it has ended, remove {path_text(file)}"
                 ) from error
