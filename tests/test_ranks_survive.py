@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import re
 import shutil
@@ -228,6 +229,13 @@ def test_with_torchrun_one_rank_prints_and_the_checkpoint_of_all_ranks_loads(hom
     assert {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", checkpoint.INDEX} < names
     weights = checkpoint.read_weights(step)
     assert all(torch.equal(x, weights[f"model.{name}"]) for name, x in load_model(folder).state_dict().items())
+    transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
+    importlib.import_module("gsm.hf")  # which tells transformers of the model
+    theirs, loaded = transformers.AutoModelForCausalLM.from_pretrained(step, output_loading_info=True)
+    assert not any(loaded[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, load_model(folder)(tokens).logits)
 
 
 @pytest.mark.timeout(600)
