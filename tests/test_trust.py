@@ -19,7 +19,7 @@ import torch
 import yaml
 from hydra.utils import instantiate
 from short_runs import arguments, typed
-from small import mostly_nightly, mostly_slow
+from small import mostly_nightly
 from stored import store
 
 from gsm import checkpoint, notebook, paths
@@ -306,7 +306,7 @@ def trained(home: Path) -> list[str]:
     return words
 
 
-@pytest.mark.parametrize("trap", mostly_slow(TRAPS, "foreign classes", "a pickle as model.safetensors"))
+@pytest.mark.parametrize("trap", TRAPS)
 def test_nothing_in_a_run_s_folder_is_run(trap: str, trained: list[str], tmp_path: Path):
     mark, logs, again = tmp_path / "mark", f"logs={tmp_path / 'logs'}", compose(trained)
     run = tmp_path / "logs/strange" / Path(again["folder"]).name
