@@ -19,11 +19,11 @@ import torch
 import yaml
 from hydra.utils import instantiate
 from short_runs import arguments, typed
-from small import mostly_nightly, mostly_slow
+from small import mostly_nightly
 from stored import store
 
 from gsm import checkpoint, notebook, paths
-from gsm.config.address import CONFIG
+from gsm.config.address import CONFIG, noted
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import CheckpointError, build_model, instantiate_model, load_model
@@ -306,7 +306,7 @@ def trained(home: Path) -> list[str]:
     return words
 
 
-@pytest.mark.parametrize("trap", mostly_slow(TRAPS, "foreign classes", "a pickle as model.safetensors"))
+@pytest.mark.parametrize("trap", TRAPS)
 def test_nothing_in_a_run_s_folder_is_run(trap: str, trained: list[str], tmp_path: Path):
     mark, logs, again = tmp_path / "mark", f"logs={tmp_path / 'logs'}", compose(trained)
     run = tmp_path / "logs/strange" / Path(again["folder"]).name
@@ -316,6 +316,7 @@ def test_nothing_in_a_run_s_folder_is_run(trap: str, trained: list[str], tmp_pat
     assert mark.exists(), "the trap works"
     mark.unlink()
     uses: list[Callable[[], Any]] = [
+        lambda: noted(run),
         lambda: load_model(run),
         lambda: generate(str(run), "a", max_new_tokens=1, device="cpu"),
         lambda: HeldOut(str(run), sequences=1, device="cpu").evaluate(),
