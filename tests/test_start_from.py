@@ -191,6 +191,17 @@ def test_the_run_that_weights_come_from_is_a_part_of_what_a_run_is(home: Path):
         assert compose(given(home, other, "trainer.max_steps=1", "name=third"))["folder"] != one["folder"]
 
 
+def test_a_finished_run_stays_finished_when_its_parent_is_gone(home: Path, capsys: pytest.CaptureFixture[str]):
+    train(compose(given(home, "name=gone", "trainer.max_steps=1", "seed=4")))
+    words = given(home, f"start_from={home}/logs/gone/gsm-seed4", "trainer.max_steps=1", "name=orphan")
+    train(compose(words))
+    shutil.rmtree(home / "logs/gone")
+    train(compose(words))
+    assert "is finished already" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="^start_from "):
+        compose([*words, "name=other"])
+
+
 def test_what_is_no_checkpoint_is_said(tmp_path: Path):
     (tmp_path / "old.ckpt").write_bytes(b"no")
     with pytest.raises(CheckpointError, match="is a file"):

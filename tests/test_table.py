@@ -10,6 +10,7 @@ from records import write_run, write_trial
 from short_runs import folder_of
 
 from gsm.experiments.table import list_trial, read_runs, summarise
+from gsm.intervals import over_pairs
 from gsm.tables import number_text
 
 
@@ -96,6 +97,7 @@ def test_a_verdict_needs_a_difference_that_a_paired_t_test_finds(tmp_path: Path)
     assert "; " in said and "parameters, beside first: lower: lower (" in said, "no direction is better"
     pair = [run for run in read_runs(tmp_path) if run.seed < 2 and run.arm in ("first", "near")]
     assert "too few seeds to tell: near (+0.0000, 2 seeds)" in summarise(pair, ["val_loss"]).verdicts()[0]
+    assert not over_pairs([(20 / 512, 14 / 512), (19 / 512, 13 / 512)]).differs, "one difference, twice, by chance"
     assert summarise(pair, ["val_loss", "overlap.mean"]).meanings()[1].startswith("overlap.mean: fraction of")
 
 

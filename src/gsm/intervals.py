@@ -79,10 +79,9 @@ def over_pairs(pairs: Iterable[tuple[float | None, float | None]]) -> Cell:
         return replace(difference, scale=scale)
     quantile = QUANTILES[min(difference.count - 1, len(QUANTILES)) - 1]
     half = quantile * difference.spread / math.sqrt(difference.count)
-    # The interval of two seeds is thirteen standard errors wide: it shows nothing.
-    return Cell(
-        difference.count, difference.mean, half if difference.count > 2 else None, scale, abs(difference.mean) > half
-    )
+    if difference.count < 3:  # the interval of two seeds is thirteen standard errors wide: it shows nothing
+        return Cell(difference.count, difference.mean, None, scale)
+    return Cell(difference.count, difference.mean, half, scale, abs(difference.mean) > half)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from yaml import YAMLError
 
 from gsm import paths
 from gsm.config import naming
-from gsm.config.address import placed
+from gsm.config.address import noted, placed
 from gsm.config.check import NAMED_PARTS, PLACES, ConfigError, check, check_place, unknown
 from gsm.config.options import groups_of, listing, reference
 from gsm.config.trust import vetted
@@ -108,8 +108,12 @@ def _placed(config: dict[str, Any], overrides: Collection[str]) -> dict[str, Any
 
         try:
             config["start_from"], config["origin"] = origin(config["start_from"])
-        except FileNotFoundError as error:
-            raise ConfigError(f"start_from must be a checkpoint, got {config['start_from']}: {error}") from error
+        except FileNotFoundError as error:  # a run whose parent is gone stays what it is
+            beside = [noted(run) for run in sorted(Path(config["folder"]).parent.glob("*"))]
+            known = [run for run in beside if str(run.get("start_from")).startswith(config["start_from"])]
+            if not known:
+                raise ConfigError(f"start_from must be a checkpoint, got {config['start_from']}: {error}") from error
+            config["start_from"], config["origin"] = known[0]["start_from"], known[0]["origin"]
     return placed(config)
 
 

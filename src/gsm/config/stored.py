@@ -58,6 +58,8 @@ def checkpoint_folder(path: str | os.PathLike[str]) -> Path:
     if not folder.exists() and str(path) in paths.trained():
         return paths.trained()[str(path)]
     if not folder.exists() and (runs := named(folder)):
+        if len({_arm(run) for run in runs}) > 1:
+            raise ConfigError(f"{path} must name runs of one arm and seed, got {', '.join(run.name for run in runs)}")
         folder = max(runs, key=lambda run: (is_finished(run), started(run)))
         if len(runs) > 1:
             print(f"{path} is {folder.name}, the newest of {len(runs)} runs", file=sys.stderr, flush=True)
@@ -69,6 +71,12 @@ def named(path: Path) -> list[Path]:
     ``gsm-seed1-1f3a9c07`` and ``gsm-seed1-extend-77ab03e1``, and not that of ``gsm-seed10-...``."""
     beside = path.parent.glob(f"{glob.escape(path.name)}-*") if path.name else ()
     return sorted(run for run in beside if (run / "summary.json").is_file())
+
+
+def _arm(run: Path) -> tuple[Any, Any]:
+    """Return the arm and the seed of the run in a folder."""
+    summary = read_json(run / "summary.json") or {}
+    return summary.get("arm"), summary.get("seed")
 
 
 def is_finished(run: Path) -> bool:
@@ -100,11 +108,11 @@ def origin(path: str) -> tuple[str, dict[str, Any]]:
     if "address" not in config or checkpoint.read_state(step) is None:
         return str(place), {"weights": str(digest(step))[:16]}
     end = is_finished(run) and checkpoint.newest(run) == step
-    return str(place), {
-        "run": address.address(config),
-        "settings": address.settings(config),
-        "step": None if end else facts["global_step"],
-    }
+    try:
+        names = {"run": address.address(config), "settings": address.settings(config)}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"address in {step / checkpoint.CONFIG} must be that of a run, got {error!r}") from error
+    return str(place), {**names, "step": None if end else facts["global_step"]}
 
 
 def digest(path: str | os.PathLike[str] | None) -> str | None:

@@ -67,7 +67,9 @@ def print_plan(config: Mapping[str, Any]) -> None:
     Raises ConfigError.
     """
     runs = expand(config, list(HydraConfig.get().overrides.task), _flags())
-    print("\n".join(run.typed for run in runs if not run.finished()))
+    for run in runs:
+        if not run.finished():
+            print(run.typed)
 
 
 def train_all(experiment: Experiment) -> Table:
