@@ -198,8 +198,10 @@ def test_a_finished_run_stays_finished_when_its_parent_is_gone(home: Path, capsy
     shutil.rmtree(home / "logs/gone")
     train(compose(words))
     assert "is finished already" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="^start_from "):
-        compose([*words, "name=other"])
+    for other in ([f"start_from={home}/logs/gone/gsm-seed", "name=orphan"], ["name=other"]):
+        (home / "logs/orphan/results.csv").write_text("beside the runs")
+        with pytest.raises(ConfigError, match="^start_from "):
+            compose([*words, *other])
 
 
 def test_what_is_no_checkpoint_is_said(tmp_path: Path):

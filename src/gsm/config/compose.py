@@ -24,7 +24,7 @@ from yaml import YAMLError
 
 from gsm import paths
 from gsm.config import naming
-from gsm.config.address import noted, placed
+from gsm.config.address import CONFIG, noted, placed
 from gsm.config.check import NAMED_PARTS, PLACES, ConfigError, check, check_place, unknown
 from gsm.config.options import groups_of, listing, reference
 from gsm.config.trust import vetted
@@ -109,11 +109,14 @@ def _placed(config: dict[str, Any], overrides: Collection[str]) -> dict[str, Any
         try:
             config["start_from"], config["origin"] = origin(config["start_from"])
         except FileNotFoundError as error:  # a run whose parent is gone stays what it is
-            beside = [noted(run) for run in sorted(Path(config["folder"]).parent.glob("*"))]
-            known = [run for run in beside if str(run.get("start_from")).startswith(config["start_from"])]
-            if not known:
-                raise ConfigError(f"start_from must be a checkpoint, got {config['start_from']}: {error}") from error
-            config["start_from"], config["origin"] = known[0]["start_from"], known[0]["origin"]
+            path, files = config["start_from"], Path(config["folder"]).parent.glob(f"*/{CONFIG}")
+            beside = [noted(file.parent) for file in files]
+            known = {
+                run["start_from"]: run["origin"] for run in beside if f"{run.get('start_from')}-".startswith(f"{path}-")
+            }
+            if len(known) != 1:
+                raise ConfigError(f"start_from must be a checkpoint, got {path}: {error}") from error
+            ((config["start_from"], config["origin"]),) = known.items()
     return placed(config)
 
 

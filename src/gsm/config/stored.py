@@ -75,18 +75,22 @@ def named(path: Path) -> list[Path]:
 
 def _arm(run: Path) -> tuple[Any, Any]:
     """Return the arm and the seed of the run in a folder."""
-    summary = read_json(run / "summary.json") or {}
+    summary = _summary(run)
     return summary.get("arm"), summary.get("seed")
 
 
 def is_finished(run: Path) -> bool:
     """Return whether the run in a folder is trained to its end and measured, and its last step is there."""
-    return (read_json(run / "summary.json") or {}).get("status") == "finished" and checkpoint.newest(run) is not None
+    return _summary(run).get("status") == "finished" and checkpoint.newest(run) is not None
 
 
 def started(run: Path) -> str:
     """Return the time at which the run in a folder began, as its record has it."""
-    return str((read_json(run / "summary.json") or {}).get("started") or "")
+    return str(_summary(run).get("started") or "")
+
+
+def _summary(run: Path) -> dict[str, Any]:
+    return read_json(run / "summary.json") or {}
 
 
 def origin(path: str) -> tuple[str, dict[str, Any]]:

@@ -234,7 +234,7 @@ class Experiment:
     def table(self, rows: Iterable[str]) -> Table:
         """Return the table of all finished runs of this configuration, of this command or another, by arms ``rows``."""
         runs = [run for run in read_runs(self.folder) if run.finished and run.arm in self.arms]
-        own = [run for run in runs if self.trial(run.arm, run.seed).summary().parts == run.parts]
+        own = [run for run in runs if self.trial(run.arm, run.seed).line()["runs"] == run.parts]
         return summarise(own, self.columns, list(rows))
 
     def _add_runs(self, trial: Trial, pick: Callable[[list[Entry]], list[Entry]]) -> None:

@@ -4,7 +4,7 @@ It may differ in everything that changes no parameter: the length of sequences, 
 Its configuration has to say what the checkpoint fixes: the parameters, the tokenizer, the context that YaRN extends.
 
 With `start_fresh=false` it is a branch of that run: optimiser, number of steps, order of the data and random numbers go
-on (`gsm.training.folder.branched`), and only settings of the run's end may differ.
+on (`gsm.training.folder.begin`), and only settings of the run's end may differ.
 """
 
 from __future__ import annotations

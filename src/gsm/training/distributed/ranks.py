@@ -90,12 +90,11 @@ def agreed(
     return decision[0]
 
 
-def compare(make: Callable[[], Mapping[str, Any]], order: Callable[[str], Any] = str) -> None:
+def compare(make: Callable[[], Mapping[str, Any]]) -> None:
     """Refuse connected ranks with different values; they would train different weights, or hang.
 
     Args:
         make: gives the values of this rank, by their keys.
-        order: sorts the keys: the error names the first key with different values.
 
     Raises, on all ranks, ConfigError, and any error that a rank raises while it makes its values.
     """
@@ -113,7 +112,7 @@ def compare(make: Callable[[], Mapping[str, Any]], order: Callable[[str], Any] =
         if isinstance(value, Exception):
             raise value
     for number, value in enumerate(values):
-        for key in sorted({*value, *values[0]}, key=order):
+        for key in sorted({*value, *values[0]}):
             mine, first = value.get(key, "nothing"), values[0].get(key, "nothing")
             if mine != first:
                 raise ConfigError(
