@@ -24,7 +24,7 @@ from gsm.models.gsm import GSM
 from gsm.observe import Recording, record
 from gsm.shapes import last_rows
 from gsm.span import document_positions
-from gsm.tables import grid_lines
+from gsm.tables import Grid, grid_lines
 
 CHUNK = 4096  # tokens of a sequence read at a time
 AT_ONCE = 16384  # tokens of all sequences read at a time
@@ -162,29 +162,33 @@ def _recordings(model: GSM, sequences: Sequence[Mapping[str, Tensor]]) -> Iterat
 def table(
     facts: Mapping[str, Any] | None, published: Mapping[int, Sequence[float]] = MappingProxyType({})
 ) -> list[str]:
-    """Return lengths by stages in percent of K, with chance and the agreement beyond it, as lines.
+    """Return ``grid`` as lines."""
+    return grid_lines(grid(facts, published))
+
+
+def grid(facts: Mapping[str, Any] | None, published: Mapping[int, Sequence[float]] = MappingProxyType({})) -> Grid:
+    """Return lengths by stages in percent of K, with chance and the agreement beyond it.
 
     Args:
         facts: the result of ``measure``.
         published: the paper's percentages of each stage, by length; each stands below the row of its length.
     """
     if facts is None:
-        return ["  overlap with the encoder: none, for the stages or the encoder select nothing"]
-    grid = []
+        return [["overlap with the encoder: none, for the stages or the encoder select nothing"]]
+    rows = []
     for row in facts["by_length"]:
-        grid.append(
+        rows.append(
             [f"{row['length']:,} tokens", *("-" if value is None else f"{100 * value:.1f}" for value in row["stages"])]
         )
         if (by_chance := row.get("chance")) is not None and not facts.get("by_construction"):
             beyond = [
                 "-" if value is None else f"{(value - by_chance) / (1 - by_chance):.3f}" for value in row["stages"]
             ]
-            grid.append([f"chance {100 * by_chance:.1f}, beyond it", *beyond])
+            rows.append([f"chance {100 * by_chance:.1f}, beyond it", *beyond])
         if percentages := published.get(row["length"]):
-            grid.append(["the paper, 0.5B GSM", *(f"{value:.1f}" for value in percentages)])
-    width = max(map(len, grid), default=1)
-    head = ["overlap with the encoder, %", *(f"stage {stage}" for stage in range(1, width))]
-    lines = grid_lines([head, *(row + [""] * (width - len(row)) for row in grid)])
+            rows.append(["the paper, 0.5B GSM", *(f"{value:.1f}" for value in percentages)])
     if facts.get("by_construction"):
-        lines.append("  100 % by construction: these stages read what the encoder has selected, and select nothing")
-    return lines
+        rows.append(["by construction: the stages read the encoder's selection"])
+    width = max(map(len, rows), default=1)
+    head = ["overlap with the encoder, %", *(f"stage {stage}" for stage in range(1, width))]
+    return [head, *(row + [""] * (width - len(row)) for row in rows)]

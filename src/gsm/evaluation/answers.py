@@ -8,6 +8,7 @@ T positions.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,18 +24,13 @@ from gsm.data.synthetic import UNSEEN, Generated, SyntheticData
 from gsm.errors import within
 from gsm.evaluation.checkpoints import Trained
 from gsm.evaluation.held_out import open_data
-from gsm.evaluation.measure import Measure, publish, write
-from gsm.evaluation.results import Results, by_arm
-from gsm.intervals import over_seeds
+from gsm.evaluation.measure import Measure
+from gsm.evaluation.records import Arms, Measured, Record, mean, over_arms, pivot, points
 from gsm.models.base import LanguageModel
 from gsm.models.checks import IGNORED
 from gsm.tables import Grid
-from gsm.training.callbacks.summary import versions
 
-NOTE = (
-    "answered: share of questions whose most likely token is the answer; of several seeds, mean +- standard deviation"
-)
-QUANTITIES = ("answered", "decoder_bytes", "cache_bytes")
+DIGITS = {"answered": 3, "decoder_bytes": 0, "cache_bytes": 0}  # of each quantity in a table
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,8 @@ class Answers(Measure):
     and write the result.
 
     The model is the trained one; only YaRN's factor, the scale of the positions in layers with a bank, follows the
-    length. Given again, the same command goes on where it was interrupted. Beside answers.json lie .md and .png.
+    length. Given again, the same command goes on where it was interrupted. answers.jsonl has a line for every sequence;
+    beside it lie answers.md and .png.
 
     Args:
         answers: tokens of a sequence: 96,1536,24576
@@ -52,7 +49,7 @@ class Answers(Measure):
         chunk: tokens read at a time
     """
 
-    file: ClassVar[str] = "answers.json"
+    name: ClassVar[str] = "answers"
 
     answers: Sequence[int] = ()
     sequences: int = 16
@@ -64,37 +61,29 @@ class Answers(Measure):
         if not self.answers:
             raise ConfigError("answers must name at least one length, such as answers=96,1536")
 
-    def of(self, trained: Trained, file: Path) -> dict[str, Any]:
-        """Return the answers of every sequence; ``file`` keeps each sequence once it is measured."""
+    def of(self, trained: Trained, file: Path | None) -> Measured:
+        """Return the answers in every sequence."""
         data = open_data(trained.saved)
         if not isinstance(data, SyntheticData):
             raise ConfigError(f"answers= must be of a synthetic task, got {trained.file}, trained on text")
         with refusals("answers"):
             for length in self.answers:
                 data.task.check(length)
-        identity = {
-            **trained.run,
-            **{"checkpoint": trained.digest, "task": data.description(), "yarn": self.yarn, "chunk": self.chunk},
-            **{"precision": trained.precision, "device": trained.device_kind, "versions": versions()},
-        }
-        results, models = Results(file, identity), dict[int, LanguageModel]()
+        questions = {"task": data.description(), "yarn": self.yarn, "chunk": self.chunk}
+        measured, models = trained.measured(file, questions), dict[int, LanguageModel]()
 
-        def compute(part: tuple[int, int]) -> dict[str, Any]:
-            length, number = part
+        def compute(part: Record) -> list[Record]:
+            length = part["length"]
             if length not in models:
                 models.clear()  # one at a time in memory
                 models[length] = self.stretched(trained, length)
-            sequence = Generated(data.task, UNSEEN[data.held_out], lambda _: length)[number]
-            return {_name(*part): answered(models[length], sequence, self.chunk)}
+            sequence = Generated(data.task, UNSEEN[data.held_out], lambda _: length)[part["sequence"]]
+            return answered(models[length], sequence, self.chunk)
 
-        parts = [(length, number) for length in self.answers for number in range(self.sequences)]
+        parts = [{"length": length, "sequence": number} for length in self.answers for number in range(self.sequences)]
         with trained.computing():
-            results.fill(parts, lambda part: [_name(*part)], compute, trained.progress("sequences"))
-        lengths = {str(length): _summed(results.cells, length, self.sequences) for length in self.answers}
-        results.save(by_length=lengths)
-        result = {**trained.facts, **results.content()}
-        write(file, result)
-        return result
+            measured.fill(parts, compute, trained.progress("sequences"))
+        return measured
 
     def stretched(self, trained: Trained, length: int) -> LanguageModel:
         """Return the model with YaRN's factor for a length, or as it was trained where that is no longer."""
@@ -104,32 +93,42 @@ class Answers(Measure):
             return trained.model
         return load_model(trained.file, trained.device, overrides=[f"model.geometry.yarn_factor={factor}"])
 
-    def conclude(self, results: Sequence[Mapping[str, Any]], place: Path) -> None:
-        """Print, draw and write one table for each quantity."""
-        arms = {arm: list(seeds.values()) for arm, seeds in by_arm(results).items()}
-        grids = [self._grid(arms, key) for key in QUANTITIES]
-        content = {"runs": [run["checkpoint"] for run in results]} if len(results) > 1 else None
-        notes = [f"{self.sequences} sequences of each length; {NOTE}"]
-        print(publish(place, grids, notes, content, lambda: _drawn(arms)))
+    def tables(self, arms: Arms) -> list[Grid]:
+        """Return lengths by arms for each quantity."""
+        return [
+            pivot(
+                f"{plots.label(quantity)}, by tokens",
+                arms,
+                {f"{length:,}": {"length": length, "quantity": quantity} for length in self.answers},
+                over_arms(digits),
+            )
+            for quantity, digits in DIGITS.items()
+        ]
 
-    def _grid(self, arms: Mapping[str, Sequence[Mapping[str, Any]]], key: str) -> Grid:
-        rows = [[f"{plots.label(key)}, by tokens", *arms]]
-        for length in map(str, self.answers):
-            cells = [over_seeds(run["by_length"][length][key] for run in runs) for runs in arms.values()]
-            rows.append([f"{int(length):,}", *(cell.text(3 if key == "answered" else 0) for cell in cells)])
-        return rows
+    def notes(self, arms: Arms) -> list[str]:
+        """Return a sentence."""
+        return [
+            f"{self.sequences} sequences of each length; answered: share of questions whose most likely token is the "
+            "answer; of several seeds, mean +- standard deviation"
+        ]
 
-    @staticmethod
-    def metrics(written: Mapping[str, Any]) -> dict[str, float]:
+    def picture(self, arms: Arms) -> bytes:
+        """Draw a panel for each quantity, against length."""
+        return plots.png(plots.quantities({name: points(arms, "length", quantity=name) for name in DIGITS}))
+
+    def metrics(self, measured: Measured) -> dict[str, Any]:
         """Return the quantities of every length, as ``answered/<length>``, and ``seconds``."""
-        lengths = written["by_length"].items()
-        values: dict[str, float] = {f"{key}/{length}": row[key] for key in QUANTITIES for length, row in lengths}
-        return values | {"seconds": sum(row["seconds"] for _, row in lengths)}
+        values: dict[str, Any] = {
+            f"{quantity}/{length}": mean(measured.where(length=length, quantity=quantity))
+            for quantity in DIGITS
+            for length in self.answers
+        }
+        return values | {"seconds": math.fsum(record["value"] for record in measured.where(quantity="seconds"))}
 
 
 @torch.no_grad()
-def answered(model: LanguageModel, sequence: Mapping[str, torch.Tensor], chunk: int) -> dict[str, Any]:
-    """Return the number of questions of a sequence, and of those whose most likely token is the answer.
+def answered(model: LanguageModel, sequence: Mapping[str, torch.Tensor], chunk: int) -> list[Record]:
+    """Return the number of questions of a sequence that a model answers: its most likely token is the answer.
 
     The sequence is read in chunks through the model's memory, and rows before the first question are computed only
     where a later row needs them.
@@ -140,8 +139,9 @@ def answered(model: LanguageModel, sequence: Mapping[str, torch.Tensor], chunk: 
         chunk: tokens read at a time.
 
     Returns:
-        ``right`` and ``questions``, and of the memory at the end ``cache_bytes`` (all of it), ``decoder_bytes`` (what
-        belongs to the decoder: the shared state, or its caches; without index keys), and ``seconds``.
+        Records of ``answered`` (its weight the number of questions), and of the memory at the end ``cache_bytes`` (all
+        of it), ``decoder_bytes`` (what belongs to the decoder: the shared state, or its caches; without index keys),
+        and ``seconds``.
     """
     start = time.perf_counter()
     device = model.embedding.weight.device
@@ -158,33 +158,9 @@ def answered(model: LanguageModel, sequence: Mapping[str, torch.Tensor], chunk: 
     assert memory is not None  # one was given
     sizes = memory.breakdown()
     of_decoder = sum(size for kind, size in sizes.items() if kind.startswith(("decoder", "shared_state")))
-    return {
-        **{"right": right, "questions": int((target_BT != IGNORED).sum())},
-        **{"cache_bytes": memory.cache_bytes(), "decoder_bytes": of_decoder},
-        "seconds": round(time.perf_counter() - start, 3),
-    }
-
-
-def _name(length: int, number: int) -> str:
-    return f"{length}/{number}"
-
-
-def _summed(cells: Mapping[str, Mapping[str, Any]], length: int, sequences: int) -> dict[str, Any]:
-    """Return the counts of all sequences of a length, the share ``answered``, and the bytes of one sequence."""
-    each = [cells[_name(length, number)] for number in range(sequences)]
-    sums = {name: sum(cell[name] for cell in each) for name in ("right", "questions")}
-    seconds = round(sum(cell["seconds"] for cell in each), 3)
-    sizes = {name: each[0][name] for name in ("cache_bytes", "decoder_bytes")}
-    return {"answered": sums["right"] / sums["questions"], **sums, **sizes, "seconds": seconds}
-
-
-def _drawn(arms: Mapping[str, Sequence[Mapping[str, Any]]]) -> bytes:
-    """Return a picture with a panel for each quantity, against length."""
-    points = {
-        key: {
-            arm: [{int(length): row[key] for length, row in run["by_length"].items()} for run in runs]
-            for arm, runs in arms.items()
-        }
-        for key in QUANTITIES
-    }
-    return plots.png(plots.quantities(points))
+    return [
+        {"quantity": "answered", "value": right, "weight": int((target_BT != IGNORED).sum())},
+        {"quantity": "cache_bytes", "value": memory.cache_bytes(), "weight": 1},
+        {"quantity": "decoder_bytes", "value": of_decoder, "weight": 1},
+        {"quantity": "seconds", "value": round(time.perf_counter() - start, 3), "weight": 1},
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,8 +19,9 @@ from gsm.config.check import ConfigError
 from gsm.config.load import load_model, refusals, tokenizer_of, usable
 from gsm.config.stored import checkpoint_folder, digest, read_checkpoint
 from gsm.data.tokenizer import Tokenizer
-from gsm.evaluation.results import Progress
+from gsm.evaluation.records import Measured, Progress
 from gsm.models.base import LanguageModel
+from gsm.training.callbacks.summary import versions
 from gsm.training.trainer import best_precision
 
 
@@ -78,6 +79,17 @@ class Trained:
     def digest(self) -> str | None:
         """The identity of the file's content."""
         return digest(self.file)
+
+    def measured(self, file: Path | None, questions: Mapping[str, Any], **model: Any) -> Measured:
+        """Return the records that a file holds of these questions to this checkpoint. Raises ConfigError.
+
+        Args:
+            file: of the records.
+            questions: what runs side by side have in common.
+            model: further settings in which they may differ.
+        """
+        model |= {"checkpoint": self.digest, "precision": self.precision, "device": self.device_kind}
+        return Measured.opened(file, {"model": {**model, "versions": versions()}, "questions": questions}, self.facts)
 
     @property
     def precision(self) -> str:

@@ -31,6 +31,7 @@ from gsm.data.tokenizer import Tokenizer
 from gsm.errors import ConfigError
 from gsm.evaluation import tasks
 from gsm.evaluation.checkpoints import progress
+from gsm.evaluation.records import Record
 from gsm.evaluation.tasks import Task
 from gsm.models.prompts import as_batch
 from gsm.shapes import promoted
@@ -40,7 +41,7 @@ logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of each of the 
 SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 SEED = 42  # the paper's
 KINDS = ("loglikelihood", "multiple_choice")  # `output_type` of tasks that our table can hold
-METRICS = ("acc", "acc_norm", "perplexity")  # of the harness, in our results
+METRICS = ("acc", "acc_norm")  # of the harness, in our results
 Request = tuple[Any, list[int], list[int]]  # the texts, then the token ids of a context and of an answer to it
 
 
@@ -213,61 +214,50 @@ def build(task: Task, data: str = "") -> list[Any]:
     return built
 
 
-def measure(lm: LM, built: Mapping[str, Sequence[Any]], limit: int = 0, cache: Path | None = None) -> dict[str, Any]:
-    """Score tasks by ``lm_eval.simple_evaluate``.
+def measure(lm: LM, built: Sequence[Any], limit: int = 0, cache: Path | None = None) -> list[Record]:
+    """Score a task by ``lm_eval.simple_evaluate``.
 
     Args:
         lm: the model.
-        built: by the name of a task, its tasks of the harness, from ``build``.
+        built: its tasks of the harness, from ``build``.
         limit: largest number of documents of each subtask, the first ones; 0: all.
         cache: the harness's ``use_cache``, where an interrupted call goes on; the file is removed at the end.
 
     Returns:
-        By name, ``scores``: each metric, where a subtask counts by the number of its samples, ``samples``, and
-        ``cut``, the number of samples that did not fit into ``max_length``; and ``samples``, each with the number of
-        its document, ``subtask``, ``loglikelihoods`` and ``greedy`` of its answers, ``cut``, and its metrics.
+        Of every document the records of ``acc``, and of ``acc_norm`` where the task has it, with the number of the
+        ``document``, its ``subtask``, ``loglikelihoods`` and ``greedy`` of the answers, and ``cut``: whether it did not
+        fit into ``max_length``.
     """
     evaluate: Any = lm_eval.simple_evaluate  # its package declares no parameters
     found = evaluate(
         model=lm,
-        tasks=[*itertools.chain(*built.values())],
+        tasks=list(built),
         task_manager=TaskManager(include_defaults=False),  # it would list all tasks again
         limit=limit or None,
         bootstrap_iters=0,
         use_cache=str(cache) if cache else None,
         **dict.fromkeys(SEEDS, SEED),
     )
-    scored = {name: _of_task(lm, name, [one.config.task for one in parts], found) for name, parts in built.items()}
     if cache:
         cache.with_name(f"{cache.name}_rank0.db").unlink(missing_ok=True)
-    return scored
-
-
-def _of_task(lm: LM, name: str, parts: Sequence[str], found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the scores and samples of a task."""
-    samples = []
-    for part in parts:
-        for document in found["samples"][part]:
-            longest = max(map("".join, document["arguments"]), key=len)
-            samples.append(
-                {
-                    "document": document["doc_id"],
-                    "subtask": part.removeprefix(f"{name}_") if len(parts) > 1 else "",
-                    "loglikelihoods": [loglikelihood for loglikelihood, _ in document["filtered_resps"]],
-                    "greedy": [greedy for _, greedy in document["filtered_resps"]],
-                    "cut": len(lm.tok_encode(longest)) > lm.max_length + 1,
-                    **{metric: float(document[metric]) for metric in METRICS[:2] if metric in document},
-                }
-            )
-    results = [found["results"][part] for part in parts]
-    scores: dict[str, Any] = {
-        metric: sum(result[f"{metric},none"] * result["sample_len"] for result in results) / len(samples)
+    return [
+        {**_document(lm, document), "subtask": one.config.task, "quantity": metric, "value": value, "weight": 1}
+        for one in built
+        for document in found["samples"][one.config.task]
         for metric in METRICS
-        if f"{metric},none" in results[0]
-    }
+        if (value := document.get(metric)) is not None
+    ]
+
+
+def _document(lm: LM, document: Mapping[str, Any]) -> Record:
+    """Return the answers to a document."""
+    longest = max(map("".join, document["arguments"]), key=len)
+    loglikelihoods, greedy = zip(*document["filtered_resps"], strict=True)
     return {
-        "scores": scores | {"samples": len(samples), "cut": sum(sample["cut"] for sample in samples)},
-        "samples": samples,
+        "document": document["doc_id"],
+        "loglikelihoods": list(loglikelihoods),
+        "greedy": list(greedy),
+        "cut": len(lm.tok_encode(longest)) > lm.max_length + 1,
     }
 
 

@@ -7,10 +7,9 @@ B sequences, T positions, S sequences with sums of their own, V vocabulary.
 
 from __future__ import annotations
 
-import statistics
-import time
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,27 +29,24 @@ from gsm.errors import within
 from gsm.evaluation import paper
 from gsm.evaluation.checkpoints import Trained, home, progress
 from gsm.evaluation.losses import measure
-from gsm.evaluation.measure import Measure, write
-from gsm.evaluation.results import by_arm
+from gsm.evaluation.measure import Measure
+from gsm.evaluation.records import Arms, Cell, Measured, Record, by, error, mean, pivot, where
 from gsm.files import read_json
 from gsm.intervals import over_seeds
-from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
-from gsm.provenance import commit
-from gsm.tables import SCREEN, Grid, grid_lines, grid_text
-from gsm.training.callbacks.summary import versions
+from gsm.tables import Grid
 from gsm.training.module import next_tokens
-from gsm_kernels import explain
 
 SPLITS = ("validation", "train")
-SPREAD = "mean +- standard deviation between the runs of an arm"
 READ = ("tokenizer", "tokenizer_vocabulary")  # of the description of data
-MEASURES = {"loss": 4, "perplexity": 2, "bits_per_byte": 4}  # and their digits in a table
+WHOLE: dict[str, Any] = {"part": "text", "by": None, "quantity": "loss"}  # of all targets
 
 
 @dataclass(frozen=True)
 class HeldOut(Measure):
-    """Print the loss of trained models on text that they were not trained on, and write it to evaluation.json.
+    """Print the loss of trained models on text that they were not trained on, and write it.
+
+    evaluation.jsonl has lines for every sequence; beside it lie the tables, evaluation.md.
 
     By default a model is measured on its own validation data, at its training precision: trainer.precision of its
     run, where auto depends on the device at hand.
@@ -72,7 +68,7 @@ class HeldOut(Measure):
         ablate: also the loss of a GSM whose decoder finds a state of zeros, and of one whose stages retrieve nothing
     """
 
-    file: ClassVar[str] = "evaluation.json"
+    name: ClassVar[str] = "evaluation"
 
     data: str = ""
     path: str = ""
@@ -96,88 +92,109 @@ class HeldOut(Measure):
         if self.outside and (len(self.outside) != 2 or self.outside[0] < 1 or self.outside[1] < 2):
             raise ConfigError(f"outside must be windows and their length, as 16,65536, got {list(self.outside)}")
 
-    def of(self, trained: Trained, file: Path) -> dict[str, Any]:
-        """Return its losses, and print them at once."""
-        result = self.measured(trained)
-        if not self.output:
-            write(file, result)
-        note = _share(result) if self.data or self.path else _caution(trained.file, result)
-        print(f"{_title(result)}\n{note}\n{report(result)}\n", flush=True)
-        return result
-
-    def measured(self, trained: Trained) -> dict[str, Any]:
-        """Return the facts of a checkpoint and its measurements, as plain containers. Raises ConfigError."""
+    def of(self, trained: Trained, file: Path | None) -> Measured:
+        """Return the losses of every sequence. Raises ConfigError."""
         text = {name: getattr(self, name) for name in ("data", "path", "split", "documents", "context", "batch_size")}
-        data, start = open_data(trained.saved, **text, sequences=self.sequences), time.perf_counter()
-        model = trained.model
+        data, model = open_data(trained.saved, **text, sequences=self.sequences), trained.model
         sequences, count, indices = _sequences(data, self.split, self.sequences, self.outside)
         document_S = None
         if self.split == "validation" and isinstance(data, TextData):  # a training split may be too large to read
             document_S = data.validation_set.documents_of(indices)
 
-        def loss(note: str = "") -> dict[str, Any]:
-            rows = progress(sequences(), count, trained.note + note)
+        def losses(without: str = "") -> list[Record]:
+            rows = progress(sequences(), count, trained.note + (f"without {without}: " if without else ""))
             bytes_of = getattr(data, "bytes_of_tokens", None) if data.tokenizer else None
             bytes_V = bytes_of(self.split) if bytes_of else data.token_bytes_V
             return measure(model, rows, batch_size=data.batch_size or 8, token_bytes_V=bytes_V, document_S=document_S)
 
+        def without(part: Record) -> list[Record]:
+            with removable[part["removed"]]():
+                return where(losses(part["removed"]), by=None)
+
+        def overlap(part: Record) -> list[Record]:
+            measured = overlaps.measure(model, of_length, data.context, self.overlap_lengths)
+            rows = measured.pop("by_length") if measured else []
+            whole = {"quantity": "overlap", "value": measured and measured["mean"], "weight": 1}
+            return [{**whole, **(measured or {})}, *({**row, "quantity": "overlap by length"} for row in rows)]
+
         def of_length(length: int) -> Sequence[Mapping[str, Tensor]]:
             return data.of_length(length, most=self.sequences or overlaps.SEQUENCES, split=self.split)
 
-        with trained.computing():
-            measured: dict[str, Any] = {"text": loss()}
-            if self.overlap or self.overlap_lengths:
-                measured["overlap"] = overlaps.measure(model, of_length, data.context, self.overlap_lengths)
-            if self.ablate:
-                measured["ablated"] = _ablated(model, loss, measured["text"]["loss"])
         whole = getattr(data, f"{self.split}_set", None)  # not sized where sequences are drawn without end
-        return {
-            **trained.facts,
+        questions = {
             **{"split": self.split, "documents": getattr(data, "documents", None), "context": data.context},
-            **({"outside": list(self.outside)} if self.outside else {}),
-            **measured,
+            **{"sequences": count, "of": (len(whole) if isinstance(whole, Sized) else 0) or count},
+            **{"outside": list(self.outside), "overlap": self.overlap, "overlap_lengths": list(self.overlap_lengths)},
             "data": data.description([self.split]) if isinstance(data, TextData) else data.description(),
-            "split_sequences": (len(whole) if isinstance(whole, Sized) else 0) or count,
-            **{"device": trained.device_name, "precision": trained.precision, "kernels": explain()},
-            "seconds": round(time.perf_counter() - start, 3),
-            **{"versions": versions(), "commit": commit()},
         }
+        measured = trained.measured(file, questions)
+        removable = ablations(model) if self.ablate and isinstance(model, GSM) else {}
+        with trained.computing():
+            measured.fill([{"part": "text"}], lambda part: losses())
+            if removable:
+                measured.fill([{"part": "without", "removed": name} for name in removable], without)
+            if self.overlap or self.overlap_lengths:
+                measured.fill([{"part": "overlap"}], overlap)
+        return measured
 
-    def conclude(self, results: Sequence[Mapping[str, Any]], place: Path) -> None:
-        """Print a table of the arms, and a table of loss by position, where there are several runs."""
-        grids, notes = (tables(results) if len(results) > 1 else []), []
-        if grids:
-            print(f"{len(results)} runs; {SPREAD}\n\n" + "\n\n".join(grid_text(grid, SCREEN) for grid in grids) + "\n")
-            treated = dict.fromkeys(str(result.get("documents")) for result in results)
-            if len(treated) > 1:
-                notes = [f"Compare with care: documents are {' in some and '.join(treated)} in others. Use documents="]
-            read = dict.fromkeys(
-                " ".join(str((result.get("data") or {}).get(key)) for key in READ) for result in results
+    def check(self, runs: Sequence[Measured]) -> None:
+        """Runs may have different text; notes warn where that shows."""
+
+    def tables(self, arms: Arms) -> list[Grid]:
+        """Return the losses of arms: of all targets, by position, by the distance of their bigram, with zeros for parts
+        of the model; and the overlap of a single run."""
+        runs = [one for seeds in arms.values() for one in seeds.values()]
+        known = [record for one in runs for record in one.records]
+        bits = {**WHOLE, "quantity": "bits"}
+        rows = {"loss": WHOLE} | ({"bits per byte": bits} if where(known, **bits) else {})
+        whole = pivot("held out", arms, rows, _cell(4))
+        grids = [[*whole, *pivot("", arms, {"perplexity": WHOLE}, _cell(2, perplexity))[1:]]]
+        for title, key in (("place in the document", "position"), ("tokens since its bigram", "bigram")):
+            spans = sorted(by(where(known, by=key, quantity="loss"), "first", "last"))
+            rows = {_span(*span): {"by": key, "first": span[0]} for span in spans}
+            if key == "bigram" and spans:
+                rows = {"new": rows.pop("0", {}), "seen before": {"by": key, "seen": True}} | rows
+            grids += [pivot(f"loss, {title}", arms, rows, _cell(3))] if rows else []
+        removed = [name for (name,) in by(where(known, part="without"), "removed")]
+        rows = {name: {**WHOLE, "part": "without", "removed": name} for name in removed}
+        grids += [pivot("loss with zeros for", arms, {"nothing": WHOLE, **rows}, _cell(4))] if rows else []
+        if len(runs) == 1 and (found := runs[0].where(part="overlap")):
+            facts = {**found[0], "by_length": found[1:]} if found[1:] else None
+            grids.append(overlaps.grid(facts, paper.tables()["overlap"]["by_length"]))
+        return grids
+
+    def notes(self, arms: Arms) -> list[str]:
+        """Return sentences on the text, and on runs that do not compare."""
+        runs = [one for seeds in arms.values() for one in seeds.values()]
+        asked = [one.settings["questions"] for one in runs]
+        if len(runs) == 1:
+            other = self.data or self.path
+            return [*_title(runs[0]), *(_share(asked[0]) if other else _caution(runs[0]))]
+        notes = [f"{len(runs)} runs; mean +- standard deviation between the runs of an arm"]
+        if len(treated := dict.fromkeys(str(each["documents"]) for each in asked)) > 1:
+            notes.append(f"Compare with care: documents are {' in some and '.join(treated)} in others. Use documents=")
+        read = dict.fromkeys(" ".join(str(each["data"].get(key)) for key in READ) for each in asked)
+        if len(read) > 1 and "isolated" in treated:
+            notes.append(
+                f"Bits per byte do not compare: the tokenizers are {' and '.join(read)} ids, and documents=isolated "
+                "leaves out the first token of each document. Use documents=isolated_all_targets"
             )
-            if len(read) > 1 and "isolated" in treated:
-                notes.append(
-                    f"Bits per byte do not compare: the tokenizers are {' and '.join(read)} ids, and "
-                    "documents=isolated leaves out the first token of each document. Use documents=isolated_all_targets"
-                )
-            print("".join(f"{note}\n\n" for note in notes), end="")
-        if self.output or grids:
-            several = {"runs": results, "tables": grids, "notes": [f"{SPREAD[0].upper()}{SPREAD[1:]}", *notes]}
-            write(place, several if grids else results[0])
-        print(f"Written to {place}")
+        return notes
 
-    @staticmethod
-    def metrics(written: Mapping[str, Any]) -> dict[str, Any]:
+    def metrics(self, measured: Measured) -> dict[str, Any]:
         """Return `loss`, `perplexity`, `bits_per_byte`, `by_document`, the mean `overlap` of the stages, its
         `chance` and each `overlap/<length>/<stage>`; `bigram/new` and `bigram/seen`: the losses of tokens that
         complete a bigram new to the document, and one seen before in it; `without/<part>`: the loss without it."""
-        values = {name: written["text"].get(name) for name in (*MEASURES, "by_document")}
-        overlap = written.get("overlap") or {"mean": None, "by_length": []}
-        values |= {"overlap": overlap["mean"], "chance": overlap.get("chance")}
-        for row in overlap["by_length"]:
-            values |= {f"overlap/{row['length']}/{stage}": value for stage, value in enumerate(row["stages"], 1)}
-        values |= {f"bigram/{name}": part["loss"] for name, part in bigrams(written["text"]).items()}
-        ablated = written.get("ablated") or {}
-        values |= {f"without/{name.replace(' ', '_')}": row["loss"] for name, row in ablated.items()}
+        values = _whole(measured)
+        values["by_document"] = _by_document(measured)
+        for record in measured.where(quantity="overlap"):
+            values |= {"overlap": record["value"], "chance": record.get("chance")}
+        for record in measured.where(quantity="overlap by length"):
+            values |= {f"overlap/{record['length']}/{n}": value for n, value in enumerate(record["stages"], 1)}
+        for name, seen in {"new": False, "seen": True}.items():
+            values[f"bigram/{name}"] = mean(measured.where(by="bigram", seen=seen))
+        for (part,), records in by(measured.where(part="without"), "removed").items():
+            values[f"without/{part.replace(' ', '_')}"] = mean(where(records, quantity="loss"))
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -277,20 +294,6 @@ def _with_targets(row: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return {"targets": next_tokens(row["tokens"][None], document_T[None])[0], "documents": document_T, **row}
 
 
-def _ablated(
-    model: LanguageModel, measured: Callable[[str], Mapping[str, Any]], whole: float
-) -> dict[str, dict[str, float]] | None:
-    """Return the loss without each removable part, and the difference; None for a model without a shared state."""
-    if not isinstance(model, GSM):
-        return None
-    rows = {}
-    for name, without in ablations(model).items():
-        with without():
-            loss = measured(f"without {name}: ")["loss"]
-        rows[name] = {"loss": loss, "added": loss - whole}
-    return rows
-
-
 def read_documents(names: Sequence[str]) -> None:
     """Raise ConfigError for an unknown treatment of documents, for none, or for the same twice."""
     if len({*names}) < len(names):
@@ -300,132 +303,71 @@ def read_documents(names: Sequence[str]) -> None:
             raise ConfigError(f"documents must be {' or '.join(DOCUMENTS)}, got {name}")
 
 
-def _title(result: Mapping[str, Any]) -> str:
-    text, data = result["text"], result["data"]
-    of = data.get("corpus") or data.get("task") or "its data"
-    run = f"{result['experiment']}/{result['arm']}-seed{result['seed']}"
-    treated = f", documents: {result['documents']}" if result["documents"] else ""
-    split = data.get("held_out", "validation") if result["split"] == "validation" else result["split"]
-    return (
-        f"{run}, step {result['step']}: {split} of {of}\n"
-        f"{text['sequences']:,} sequences of {result['context']:,} tokens, {text['targets']:,} targets{treated}"
-    )
-
-
-def bigrams(text: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return targets and mean loss of tokens that complete a bigram ``new`` to the document, or one ``seen`` before in
-    it. A part without targets is left out; older results have neither."""
-    parts = {}
-    for name in ("new", "seen"):
-        spans = [span for span in text.get("by_bigram", []) if (span["first"] > 0) == (name == "seen")]
-        if targets := sum(span["targets"] for span in spans):
-            loss = sum(span["targets"] * span["loss"] for span in spans) / targets
-            parts[name] = {"targets": targets, "loss": loss}
-    return parts
-
-
-def _share(result: Mapping[str, Any]) -> str:
-    """Return a line on the measured part of other text: training would hold out only a part of it."""
-    data, split = result["data"], result["split"]
-    if f"{split}_files" not in data:
-        return ""
-    return (
-        f"measured {result['text']['sequences']:,} of the {result['split_sequences']:,} sequences of this split, which "
-        f"is {data[f'{split}_bytes']:,} bytes of {data[f'{split}_files']:,} of {data['files']:,} files\n"
-    )
-
-
-def _caution(file: Path, result: Mapping[str, Any]) -> str:
-    """Return a line where the text is another one than that of the run's own numbers."""
-    before = (read_json(home(file) / "summary.json") or {}).get("data")
-    if not isinstance(before, dict) or before.get("digest") in (None, result["data"].get("digest")):
-        return ""
-    return "This is not the text that the run validated on: it has another digest.\n"
-
-
-def report(result: Mapping[str, Any]) -> str:
-    """Return the report of a single model, in 80 columns: its numbers with standard errors, its loss by position with a
-    bar from 0 nats, and the overlap and the ablations that were measured."""
-    text = result["text"]
-    lines = []
-    for name in MEASURES:
-        error, unit = text.get(f"{name}_error"), " nats per token" if name == "loss" else ""
-        cell = _number(text[name], MEASURES[name]) + (f" +- {error:.4f}" if error is not None else "")
-        lines.append(f"  {name.replace('_', ' '):<14}{cell}{unit}")
-    head = ["place in the document", "targets", "loss", "+-"]
-    table = grid_lines([head, *map(_bucket, text["by_position"])])
-    highest = max((bucket["loss"] for bucket in text["by_position"]), default=0.0) or 1.0
-    bars = ["#" * round((SCREEN - len(table[0]) - 2) * bucket["loss"] / highest) for bucket in text["by_position"]]
-    lines += ["", *(f"{row}  {bar}".rstrip() for row, bar in zip(table, ["", *bars], strict=True))]
-    if text.get("by_bigram"):
-        lines += ["", *grid_lines([["tokens since its bigram", "targets", "loss", "+-"], *_bigram_rows(text)])]
-    if "overlap" in result:
-        lines += ["", *overlaps.table(result["overlap"], paper.tables()["overlap"]["by_length"])]
-    if "ablated" in result and result["ablated"] is None:
-        lines += ["", "  ablated: nothing, for this model has no shared state"]
-    elif "ablated" in result:
-        names = {name: f"retrieval of {name}" for name in result["ablated"]} | {"state": "state, but a row's own z"}
-        rows = [[names[name], f"{row['loss']:.4f}", f"{row['added']:+.4f}"] for name, row in result["ablated"].items()]
-        lines += ["", *grid_lines([["with zeros for the", "loss", "added"], *rows])]
-    return "\n".join(lines)
-
-
-def tables(results: Sequence[Mapping[str, Any]]) -> list[Grid]:
-    """Return arms with the mean over their runs and the standard deviation, and the mean loss by position."""
-    arms = {arm: [run["text"] for run in seeds.values()] for arm, seeds in by_arm(results).items()}
-    whole = [["arm", "runs", *(name.replace("_", " ") for name in MEASURES)]]
-    for arm, texts in arms.items():
-        cells = [over_seeds(text[name] for text in texts).text(digits) for name, digits in MEASURES.items()]
-        whole.append([arm, str(len(texts)), *cells])
-    spans = {bucket["first"]: _span(bucket) for result in results for bucket in result["text"]["by_position"]}
-    grid = [["place in the document", *arms]]
-    for first, span in sorted(spans.items()):
-        positions = [[position for text in texts for position in text["by_position"]] for texts in arms.values()]
-        losses = [[position["loss"] for position in each if position["first"] == first] for each in positions]
-        grid.append([span, *(_number(statistics.fmean(those) if those else None, 3) for those in losses)])
-    return [whole, grid, *_bigram_grid(arms)]
-
-
-def _bigram_grid(arms: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Grid]:
-    """Return the mean losses of tokens that complete a new bigram and a bigram seen before, with the standard deviation
-    over the runs of an arm; nothing for older results."""
-    rows = []
-    for arm, texts in arms.items():
-        parts = [bigrams(text) for text in texts]
-        if all(part.keys() == {"new", "seen"} for part in parts):
-            share = statistics.fmean(
-                part["seen"]["targets"] / sum(p["targets"] for p in part.values()) for part in parts
-            )
-            cells = [
-                over_seeds(part[name]["loss"] for part in parts).text(MEASURES["loss"]) for name in ("new", "seen")
-            ]
-            rows.append([arm, f"{100 * share:.1f} %", *cells])
-    return [[["arm", "bigrams seen before", "loss, new bigram", "loss, seen before"], *rows]] if rows else []
-
-
-def _bigram_rows(text: Mapping[str, Any]) -> list[list[str]]:
-    """Return the rows of new bigrams, of all others together, and of these by distance."""
-    parts, spans = bigrams(text), [span for span in text["by_bigram"] if span["first"]]
-    both = [
-        [label, f"{parts[name]['targets']:,}", _number(parts[name]["loss"], 3), ""]
-        for name, label in (("new", "new to the document"), ("seen", "seen before"))
-        if name in parts
+def _title(one: Measured) -> list[str]:
+    run, asked = one.run, one.settings["questions"]
+    split = asked["data"].get("held_out", "validation") if asked["split"] == "validation" else asked["split"]
+    of = asked["data"].get("corpus") or asked["data"].get("task") or "its data"
+    targets = sum(record["weight"] for record in one.where(**WHOLE))
+    return [
+        f"{run['experiment']}/{run['arm']}-seed{run['seed']}, step {run['step']}: {split} of {of}, "
+        f"{asked['sequences']:,} sequences of {asked['context']:,} tokens, {targets:,} targets"
+        + (f", documents: {asked['documents']}" if asked["documents"] else "")
     ]
-    return [*both, *map(_bucket, spans)]
 
 
-def _bucket(bucket: Mapping[str, Any]) -> list[str]:
-    """Return the row of a bucket of positions: span, targets, loss and standard error."""
-    numbers = (_number(bucket[name], 3) for name in ("loss", "error"))
-    return [_span(bucket), f"{bucket['targets']:,}", *numbers]
+def _share(asked: Mapping[str, Any]) -> list[str]:
+    """Return a line on the measured part of other text: training would hold out only a part of it."""
+    data, split = asked["data"], asked["split"]
+    if f"{split}_files" not in data:
+        return []
+    return [
+        f"measured {asked['sequences']:,} of the {asked['of']:,} sequences of this split, which is "
+        f"{data[f'{split}_bytes']:,} bytes of {data[f'{split}_files']:,} of {data['files']:,} files"
+    ]
 
 
-def _span(bucket: Mapping[str, Any]) -> str:
+def _caution(one: Measured) -> list[str]:
+    """Return a line where the text is another one than that of the run's own numbers."""
+    before = (read_json(home(Path(one.run["checkpoint"])) / "summary.json") or {}).get("data")
+    if not isinstance(before, dict) or before.get("digest") in (None, one.settings["questions"]["data"].get("digest")):
+        return []
+    return ["This is not the text that the run validated on: it has another digest."]
+
+
+def _whole(one: Measured) -> dict[str, Any]:
+    """Return the mean loss of a run, its perplexity, and bits per byte where the text has bytes."""
+    loss, bits = (mean(one.where(**{**WHOLE, "quantity": name})) for name in ("loss", "bits"))
+    return {"loss": loss, "perplexity": None if loss is None else perplexity(loss), "bits_per_byte": bits}
+
+
+def _by_document(one: Measured) -> list[list[float]] | None:
+    """Return the summed loss and the bytes of each document, in order; None without documents or bytes."""
+    nats, bits = (by(one.where(**{**WHOLE, "quantity": name}), "document") for name in ("loss", "bits"))
+    sums = {
+        name: [math.fsum(record["value"] for record in records), sum(record["weight"] for record in bits.get(name, ()))]
+        for name, records in nats.items()
+    }
+    return [sums[name] for name in sorted(sums)] if bits and (None,) not in sums else None
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), at most exp(700)."""
+    return math.exp(min(loss, 700.0))
+
+
+def _cell(digits: int, show: Callable[[float], float] | None = None) -> Cell:
+    """Return a cell with the mean over runs and their standard deviation, or for one run its standard error."""
+
+    def cell(seeds: Sequence[Sequence[Record]]) -> str:
+        means = [mean(records) for records in seeds]
+        shown = over_seeds(show(value) if show and value is not None else value for value in means)
+        if len(seeds) == 1 and not show:
+            shown = replace(shown, spread=error(seeds[0]))
+        return shown.text(digits)
+
+    return cell
+
+
+def _span(first: int, last: int) -> str:
     """Return ``5`` or ``4 to 7``."""
-    first, last = bucket["first"], bucket["last"]
     return f"{first:,}" if first == last else f"{first:,} to {last:,}"
-
-
-def _number(number: float | None, digits: int) -> str:
-    """Return a number with this number of digits after the point; ``-`` for None."""
-    return "-" if number is None else f"{number:.{digits}f}"

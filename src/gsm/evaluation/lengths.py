@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,26 +22,21 @@ import torch
 from torch import Tensor
 
 from gsm import plots
-from gsm.config.check import ConfigError, few, unlike
+from gsm.config.check import ConfigError
 from gsm.data.module import TextData
 from gsm.errors import within
 from gsm.evaluation import paper
 from gsm.evaluation.checkpoints import Trained
-from gsm.evaluation.held_out import HeldOut, open_data, read_documents
+from gsm.evaluation.held_out import WHOLE, HeldOut, open_data, read_documents
 from gsm.evaluation.losses import row_losses
-from gsm.evaluation.measure import Measure, publish, write
-from gsm.evaluation.results import Progress, Results, by_arm, silent
-from gsm.intervals import over_questions, over_windows
+from gsm.evaluation.measure import Measure
+from gsm.evaluation.records import Arms, Measured, Progress, Record, mean, minus, over_units, pivot, silent
+from gsm.intervals import over_seeds
 from gsm.models.base import LanguageModel
 from gsm.models.checks import IGNORED
 from gsm.tables import Grid
-from gsm.training.callbacks.summary import versions
 
 PAPERS_LONGEST = 65536
-NOTE = (
-    "perplexity of the same targets at the end of every window, brackets: 95 % bootstrap interval over windows; "
-    "of several seeds, exp of the mean loss over them; where documents are isolated, their first tokens are no targets"
-)
 Window = Mapping[str, Tensor]
 
 
@@ -54,7 +47,7 @@ class Lengths(Measure):
     Every window of held-out text is cut from its beginning to each length, and its last tokens are scored: so only the
     context changes. All targets of the full windows are scored too. So is the split in sequences of the shortest
     length, with the number of tokens of the windows (or all of its tokens). Given again, the same command goes on where
-    it was interrupted. Beside lengths.json lie .md and .png.
+    it was interrupted. lengths.jsonl has a line for every window; beside it lie lengths.md and .png.
 
     Args:
         lengths: tokens of context and targets: 256,512,4096; 256:4096 (in steps of 256) or 256:4096:768; or paper,
@@ -69,7 +62,7 @@ class Lengths(Measure):
         chunk: tokens read at a time
     """
 
-    file: ClassVar[str] = "lengths.json"
+    name: ClassVar[str] = "lengths"
 
     lengths: Sequence[int] = tuple(range(4096, PAPERS_LONGEST + 1, 4096))
     scored: int = 0
@@ -84,138 +77,119 @@ class Lengths(Measure):
         read_documents(self.documents)
         within(1, windows=self.windows)
 
-    def of(self, trained: Trained, file: Path) -> dict[str, Any]:
-        """Return the perplexity in every window; ``file`` keeps each window once it is measured."""
-        windows, identity = self._windows(trained)
+    def of(self, trained: Trained, file: Path | None) -> Measured:
+        """Return the losses of every window, and the loss of the split in sequences of the shortest length."""
+        windows, text = self._windows(trained)
+        questions = {"text": text, "split": self.split, "scored": self.scored or self.lengths[0], "chunk": self.chunk}
+        measured = trained.measured(file, {**questions, "windows": self.windows, "longest": self.lengths[-1]})
         with trained.computing():
-            measured = self.measure(trained.model, windows, file, identity, trained.progress("windows"))
-        result = {**trained.facts, **measured}
-        shortest = self.lengths[0]
-        text = {name: getattr(self, name) for name in ("data", "path", "split")}
-        usual = HeldOut(**text, context=shortest, sequences=self.windows * self.lengths[-1] // shortest)
-        whole = usual.measured(trained)["text"]
-        result["held_out"] = {"context": shortest, **{name: whole[name] for name in ("perplexity", "targets")}}
-        write(file, result)
-        return result
+            self.measure(trained.model, windows, measured, trained.progress("windows"))
+        usual = {name: getattr(self, name) for name in ("data", "path", "split")}
+        usual |= {"context": self.lengths[0], "sequences": self.windows * self.lengths[-1] // self.lengths[0]}
 
-    @staticmethod
-    def metrics(written: Mapping[str, Any]) -> dict[str, float]:
-        """Return perplexities as `<documents>/<length>`, for all targets of the full windows `<documents>/full`, and
-        `held_out`."""
-        values: dict[str, float] = {}
-        for documents, by_length in written["by_length"].items():
-            values |= {f"{documents}/{length}": cell["perplexity"] for length, cell in by_length.items()}
-            values[f"{documents}/full"] = written["whole"][documents]["perplexity"]
-        return values | {"held_out": written["held_out"]["perplexity"]}
+        def held_out(part: Record) -> list[Record]:
+            whole = HeldOut(**usual).of(trained, None).where(**WHOLE)
+            return [{name: record[name] for name in ("sequence", "quantity", "value", "weight")} for record in whole]
+
+        measured.fill([{"scope": "held out", "length": self.lengths[0]}], held_out)
+        return measured
 
     def measure(
         self,
         model: LanguageModel,
         windows: Mapping[str, Sequence[Window]],
-        path: str | os.PathLike[str] | None = None,
-        identity: Mapping[str, Any] | None = None,
+        measured: Measured,
         progress: Progress = silent,
-    ) -> dict[str, Any]:
+    ) -> None:
         """Score every window at every length.
 
         Args:
             model: the model.
             windows: by treatment of documents, as in ``score``, each of the longest length.
-            path: a JSON file for the result, continued if its settings are the same (``Results``).
-            identity: further settings that distinguish this evaluation, such as the checkpoint.
-            progress: passes on cells, and may report them.
-
-        Returns:
-            `settings`, `cells` by `<documents>/<length>/<window>` (each with summed `loss` and number of `targets`),
-            and by treatment of documents: `by_length` and `whole` (all targets of the longest windows), see
-            ``concluded``.
+            measured: gets the records: of each window at each length the ``loss`` in nats.
+            progress: passes on parts, and may report them.
 
         Raises:
-            ValueError: a value is out of range.
+            ConfigError: a value is out of range.
             OSError: the file cannot be written.
         """
         lengths, scored, count = self.lengths, self.scored or self.lengths[0], max(map(len, windows.values()))
         for cut in windows.values():
             _check(cut, lengths, scored, self.chunk)
-        settings = {"scored": scored, "windows": count, "longest": lengths[-1], "chunk": self.chunk}
-        results = Results(path, {**settings, **(identity or {})})
 
-        def compute(part: tuple[str, int, int]) -> dict[str, Any]:
-            documents, length, number = part
-            options = {"whole": length == lengths[-1], "chunk": self.chunk}
-            return {_name(*part): score(model, windows[documents][number], length, scored, **options)}
+        def compute(part: Record) -> list[Record]:
+            window, length = windows[part["documents"]][part["window"]], part["length"]
+            return score(model, window, length, scored, whole=length == lengths[-1], chunk=self.chunk)
 
-        parts = [*itertools.product(windows, lengths, range(count))]
-        results.fill(parts, lambda part: [_name(*part)], compute, progress)
-        conclusion = concluded([results.cells], lengths, count, [*windows])
-        results.save(**conclusion)
-        return results.content()
+        parts = [
+            {"documents": documents, "length": length, "window": window}
+            for documents, length, window in itertools.product(windows, lengths, range(count))
+        ]
+        measured.fill(parts, compute, progress)
 
-    def conclude(self, results: Sequence[Mapping[str, Any]], place: Path) -> None:
-        """Print, draw and write the paper's curve of all runs. Raises ConfigError for different windows."""
-        first = results[0]
-        for result in results:
-            if result["settings"]["text"] != first["settings"]["text"]:
-                changes = few(unlike(first["settings"]["text"], result["settings"]["text"]))
-                raise ConfigError(
-                    f"checkpoint={result['checkpoint']} is not allowed because its windows differ from those of "
-                    f"{first['checkpoint']} by {changes}. Use runs of one tokenizer, with the same data= or path=."
-                )
-        runs = {arm: list(seeds.values()) for arm, seeds in by_arm(results).items()}
-        means = {
-            arm: concluded([run["cells"] for run in of_arm], self.lengths, self.windows, self.documents)
-            for arm, of_arm in runs.items()
-        }
-        notes = [f"{self.windows} windows, the last {first['settings']['scored']:,} targets of each; {NOTE}"]
-        several = {"arms": means, "runs": [run["checkpoint"] for run in results]}
-        content = several if len(results) > 1 else None  # the file of a single run exists already
-        print(publish(place, self._grids(runs, means), notes, content, lambda: _drawn(means, self.documents)))
-
-    def _grids(self, arms: Mapping[str, Sequence[Mapping[str, Any]]], means: Mapping[str, Any]) -> list[Grid]:
-        """Return the tables: lengths by arms, with all targets of the full windows below; the difference of each arm's
-        loss from the first arm's, window by window; the usual perplexity (for several runs exp of the mean loss); and
-        the paper's."""
+    def tables(self, arms: Arms) -> list[Grid]:
+        """Return lengths by arms, with all targets of the full windows below; the difference of each arm's loss from
+        the first arm's; the usual perplexity (for several runs exp of the mean loss); and the paper's."""
         grids = []
         for documents in self.documents:
-            rows = [[f"perplexity, {documents}", *means]]
-            for length in self.lengths:
-                rows.append(
-                    [f"{length:,}", *(_cell(mean["by_length"][documents][str(length)]) for mean in means.values())]
-                )
-            grids.append([*rows, ["all targets", *(_cell(mean["whole"][documents]) for mean in means.values())]])
-        first, *later = arms
-        for documents in self.documents if later else ():
-            rows = [[f"nats minus {first}, {documents}", *later]]
-            for length in self.lengths:
-                losses = {
-                    arm: {"": window_losses([run["cells"] for run in runs], documents, length, self.windows)}
-                    for arm, runs in arms.items()
-                }
-                apart = [over_questions(losses[first], losses[arm]).text(digits=4, scale=1.0) for arm in later]
-                rows.append([f"{length:,}", *apart])
-            grids.append(rows)
-        usual = {arm: [run["held_out"] for run in runs] for arm, runs in arms.items()}
-        for context in sorted({run["context"] for runs in usual.values() for run in runs}):
-            cells = [
-                f"{statistics.geometric_mean(run['perplexity'] for run in runs):.4f}" if runs else "-"
-                for runs in usual.values()
-            ]
-            grids.append([[f"held out, in sequences of {context:,}", *arms], ["", *cells]])
+            rows = {f"{n:,}": self._scored(documents, n) for n in self.lengths}
+            whole = {"documents": documents, "length": self.lengths[-1], "scope": "whole"}
+            grids.append(pivot(f"perplexity, {documents}", arms, {**rows, "all targets": whole}, _perplexity))
+        for documents in self.documents:
+            rows = {f"{n:,}": self._scored(documents, n) for n in self.lengths}
+            title = f"{documents}, nats minus "
+            grids += minus(title, arms, rows, ["window"], digits=4, scale=1.0)
+        usual = {"": {"scope": "held out"}}
+        title = f"held out, in sequences of {self.lengths[0]:,}"
+        grids.append(pivot(title, arms, usual, lambda seeds: f"{math.exp(over_seeds(map(mean, seeds)).mean or 0):.4f}"))
         if self.lengths[-1] == PAPERS_LONGEST:  # on its own text and with its own tokenizer
             published = paper.tables()["perplexity"]
             rows = [[name, *(f"{number:.4f}" for number in numbers)] for name, numbers in published["rows"].items()]
             grids.append([["the paper, FineWeb", *published["columns"]], *rows])
         return grids
 
+    def notes(self, arms: Arms) -> list[str]:
+        """Return a sentence."""
+        return [
+            f"{self.windows} windows, the last {self.scored or self.lengths[0]:,} targets of each; perplexity of the "
+            "same targets at the end of every window, brackets: 95 % bootstrap interval over windows; of several "
+            "seeds, exp of the mean loss over them; where documents are isolated, their first tokens are no targets"
+        ]
+
+    def picture(self, arms: Arms) -> bytes:
+        """Draw perplexity against length, a panel for each treatment of documents."""
+        figure, panels = plots.figure(columns=len(self.documents), width=4.4, height=3.2)
+        for axes, documents in zip(panels, self.documents, strict=True):
+            lines = {
+                arm: {n: _interval([one.where(**self._scored(documents, n)) for one in seeds]) for n in self.lengths}
+                for arm, seeds in ((arm, seeds.values()) for arm, seeds in arms.items())
+            }
+            plots.bands(axes, lines, "tokens of context and targets", "perplexity of the same targets")
+            axes.set_title(documents, fontsize=9)
+        return plots.png(figure)
+
+    def metrics(self, measured: Measured) -> dict[str, Any]:
+        """Return perplexities as `<documents>/<length>`, for all targets of the full windows `<documents>/full`, and
+        `held_out`."""
+        losses: dict[str, Any] = {}
+        for documents in self.documents:
+            losses |= {f"{documents}/{n}": mean(measured.where(**self._scored(documents, n))) for n in self.lengths}
+            losses[f"{documents}/full"] = mean(measured.where(documents=documents, scope="whole"))
+        losses["held_out"] = mean(measured.where(scope="held out"))
+        return {name: None if loss is None else math.exp(loss) for name, loss in losses.items()}
+
+    @staticmethod
+    def _scored(documents: str, length: int) -> dict[str, Any]:
+        return {"documents": documents, "length": length, "scope": "scored"}
+
     def _windows(self, trained: Trained) -> tuple[dict[str, list[Any]], dict[str, Any]]:
         """Return windows that do not overlap, spread evenly over the split, with the same ids for each treatment of
-        documents, and the further settings of a result. Raises ConfigError where the split is too short."""
+        documents, and the fingerprint of their text. Raises ConfigError where the split is too short."""
         split, count, longest = self.split, self.windows, self.lengths[-1]
         data = open_data(trained.saved, self.data, self.path, split=split, context=longest, batch_size=1)
         if not isinstance(data, TextData):
             raise ConfigError(
-                f"checkpoint={trained.file} is not allowed because it was trained on questions, which have no length "
-                "to vary. Use data=stdlib or path=."
+                f"lengths= must be of text, got {trained.file}, trained on questions: use data=stdlib or path="
             )
         windows = {}
         for documents in self.documents:
@@ -223,22 +197,15 @@ class Lengths(Measure):
             windows[documents] = chosen = data.of_length(longest, count, split)
             if len(chosen) < count:
                 raise ConfigError(
-                    f"windows={count} is not allowed because the {split} split of {trained.file} has only "
-                    f"{data.split(split).tokens:,} tokens, room for {len(chosen)} windows of {longest}. Use "
-                    f"windows={len(chosen)}, or more text."
+                    f"windows must be at most {len(chosen)} of {longest:,} tokens in the {split} split of "
+                    f"{trained.file}, which has {data.split(split).tokens:,}, got {count}"
                 )
         other = {"documents"} | ({"max_tokens"} if split == "validation" else set())
-        read = {name: value for name, value in data.fingerprint().items() if name not in other}
-        identity = {
-            **trained.run,
-            **{"checkpoint": trained.digest, "text": read, "split": split},
-            **{"precision": trained.precision, "device": trained.device_kind, "versions": versions()},
-        }
-        return windows, identity
+        return windows, {name: value for name, value in data.fingerprint().items() if name not in other}
 
 
 @torch.no_grad()
-def score(model: LanguageModel, window: Window, length: int, scored: int, *, whole: bool, chunk: int) -> dict[str, Any]:
+def score(model: LanguageModel, window: Window, length: int, scored: int, *, whole: bool, chunk: int) -> list[Record]:
     """Return the summed loss of the last ``scored`` targets of a window, given its last ``length`` tokens.
 
     The window is read in chunks through the model's memory: only that memory grows with ``length``, and rows before the
@@ -251,7 +218,8 @@ def score(model: LanguageModel, window: Window, length: int, scored: int, *, who
         chunk: tokens read at a time.
 
     Returns:
-        ``loss`` in nats, summed in float64, and the number of ``targets``; of the whole length under ``whole``.
+        The ``loss`` in nats, summed in float64, its weight the number of targets: of the ``scored`` targets, and of the
+        ``whole`` length.
     """
     device = model.embedding.weight.device
     tokens_1T, targets_1T, documents_1T = (
@@ -268,90 +236,29 @@ def score(model: LanguageModel, window: Window, length: int, scored: int, *, who
             losses.append(row_losses(out, targets_1T[:, part], model.vocabulary))
             memory = out.memory
     loss_T, counted_T = torch.cat(losses, dim=1)[0].double(), (targets_1T[0, first:] != IGNORED)
-    sums = _sums(loss_T[-scored:], counted_T[-scored:])
-    return {**sums, "whole": _sums(loss_T, counted_T)} if whole else sums
+    scopes = {"scored": slice(-scored, None)} | ({"whole": slice(None)} if whole else {})
+    return [
+        {"scope": scope, "quantity": "loss", "value": float(loss_T[part].sum()), "weight": int(counted_T[part].sum())}
+        for scope, part in scopes.items()
+    ]
 
 
-def concluded(
-    runs: Sequence[Mapping[str, Any]], lengths: Sequence[int], windows: int, documents: Sequence[str]
-) -> dict[str, Any]:
-    """Return means over windows; with several runs each window counts with its mean loss over them.
-
-    Args:
-        runs: the cells of each.
-        lengths, windows, documents: common to all.
-
-    Returns:
-        By treatment of documents ``by_length`` (by length, as text) and ``whole``, each with ``loss`` in nats per
-        target, ``perplexity``, its ``exp``, the 95 % bootstrap interval over windows (``low`` to ``high``) of the
-        perplexity, and the number of ``targets``.
-    """
-    by_length, whole = {}, {}
-    for treated in documents:
-        cells = {
-            length: [[run[_name(treated, length, number)] for number in range(windows)] for run in runs]
-            for length in lengths
-        }
-        by_length[treated] = {str(length): _mean(sums) for length, sums in cells.items()}
-        whole[treated] = _mean([[cell["whole"] for cell in run] for run in cells[lengths[-1]]])
-    return {"by_length": by_length, "whole": whole}
+def _perplexity(seeds: Sequence[Sequence[Record]]) -> str:
+    """Return a perplexity with its interval over windows."""
+    middle, low, high = _interval(seeds)
+    return f"{middle:.4f} [{low:.4f}, {high:.4f}]"
 
 
-def window_losses(runs: Sequence[Mapping[str, Any]], documents: str, length: int, windows: int) -> list[float]:
-    """Return the contribution of each window to the loss at a length, the mean over the cells of several runs.
-
-    The mean over windows is the loss in nats per target; a window of few targets counts less. (The bootstrap assumes
-    equal numbers of targets.)
-    """
-    cells = [[run[_name(documents, length, number)] for run in runs] for number in range(windows)]
-    targets = math.fsum(window[0]["targets"] for window in cells) / windows
-    return [math.fsum(cell["loss"] for cell in window) / len(window) / targets for window in cells]
-
-
-def _mean(runs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Return the mean of the cells of every window of each run, as ``concluded`` has it."""
-    sums = [math.fsum(cell["loss"] for cell in window) / len(runs) for window in zip(*runs, strict=True)]
-    targets = [cell["targets"] for cell in runs[0]]
-    loss = math.fsum(sums) / sum(targets)
-    low, high = (math.exp(end) for end in over_windows(sums, targets))
-    return {"loss": loss, "perplexity": math.exp(loss), "low": low, "high": high, "targets": sum(targets)}
-
-
-def _sums(loss_T: Tensor, counted_T: Tensor) -> dict[str, Any]:
-    return {"loss": float(loss_T.sum()), "targets": int(counted_T.sum())}
-
-
-def _name(documents: str, length: int, window: int) -> str:
-    return f"{documents}/{length}/{window}"
+def _interval(seeds: Sequence[Sequence[Record]]) -> tuple[float, float, float]:
+    middle, low, high = over_units(seeds)
+    return math.exp(middle), math.exp(low), math.exp(high)
 
 
 def _check(windows: Sequence[Window], lengths: Sequence[int], scored: int, chunk: int) -> None:
     if not lengths or list(lengths) != sorted(set(lengths)):
-        raise ValueError(f"lengths={list(lengths)} is not allowed because lengths ascend. Use different ones in order.")
+        raise ConfigError(f"lengths must ascend, got {list(lengths)}")
     within(1, chunk=chunk)
     within(1, lengths[0], scored=scored)  # lengths hold the targets too
     short = [len(window["tokens"]) for window in windows if len(window["tokens"]) < lengths[-1]]
     if short or not windows:
-        raise ValueError(
-            f"lengths={list(lengths)} is not allowed because windows have {short or 'no'} tokens. Use longer windows."
-        )
-
-
-def _cell(loss: Mapping[str, Any]) -> str:
-    return f"{loss['perplexity']:.4f} [{loss['low']:.4f}, {loss['high']:.4f}]"
-
-
-def _drawn(means: Mapping[str, Any], documents: Sequence[str]) -> bytes:
-    """Return a picture of perplexity against length, a panel for each treatment of documents."""
-    figure, panels = plots.figure(columns=len(documents), width=4.4, height=3.2)
-    for axes, treated in zip(panels, documents, strict=True):
-        points = {
-            arm: {
-                int(n): (cell["perplexity"], cell["low"], cell["high"])
-                for n, cell in mean["by_length"][treated].items()
-            }
-            for arm, mean in means.items()
-        }
-        plots.bands(axes, points, "tokens of context and targets", "perplexity of the same targets")
-        axes.set_title(treated, fontsize=9)
-    return plots.png(figure)
+        raise ConfigError(f"lengths must fit into the windows of {short or 'no'} tokens, got {list(lengths)}")

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from gsm.errors import within
+from gsm.evaluation.records import Record
 from gsm.models.base import LanguageModel, Output
 from gsm.models.checks import IGNORED
 from gsm.shapes import promoted
@@ -32,8 +33,8 @@ def measure(
     batch_size: int = 8,
     token_bytes_V: Any = None,
     document_S: Any = None,
-) -> dict[str, Any]:
-    """Measure a model on sequences; the model stays in its mode.
+) -> list[Record]:
+    """Return the losses of a model on sequences as records; the model stays in its mode.
 
     The position of a target is the number of tokens before the token that it is predicted from, of the same document in
     the same sequence: the most that a model can remember there.
@@ -41,9 +42,6 @@ def measure(
     The bigram of a target is the token that it is predicted from, and the target. If it has occurred before in the same
     document of the same sequence, a model can recall the target (Arora et al., 2023, "Zoology"); its distance is the
     number of tokens since it last did.
-
-    The standard error of a mean s / n, both summed over sequences, is sqrt(S / (S - 1) sum (s_i - n_i s / n)^2) / n. It
-    takes sequences as independent: where many come from one document, it is too small.
 
     Args:
         model: the model, on the device that it is to run on.
@@ -53,12 +51,10 @@ def measure(
         document_S: int64, the document that each sequence begins in.
 
     Returns:
-        ``loss``: mean over all targets, nats per token; ``perplexity``: exp(loss); ``bits_per_byte`` of the text of the
-        targets (None: without bytes); ``loss_error``, ``bits_per_byte_error``: standard errors over sequences, None
-        for a single one; ``targets``, ``sequences``: their numbers; ``by_document``: the summed loss and
-        the bytes of each document, in order (None without documents or bytes); ``by_position``: the buckets 0, 1,
-        2 to 3, 4 to 7, ... that hold targets, each with ``first`` and ``last`` position, ``targets``, ``loss`` and
-        ``error``; and ``by_bigram``: the same by the distance of the target's bigram, 0 for a bigram that is new.
+        Of every ``sequence``, with the ``document`` that it begins in: its ``loss``, nats over targets, and its
+        ``bits`` over bytes of text. Further its ``loss`` ``by`` position, in the buckets 0, 1, 2 to 3, 4 to 7, ... that
+        hold targets, each with the ``first`` and the ``last`` position; and ``by`` bigram, the same by the distance of
+        the target's bigram, 0 for one that is new and not ``seen`` before.
 
     Raises:
         ValueError: there are no sequences or no targets, or a value is out of range.
@@ -69,39 +65,22 @@ def measure(
         sums = [_sums(model, batch, bytes_V) for batch in _batches(sequences, batch_size)]
     if not sums:
         raise ValueError("there are no sequences to evaluate on; give at least one")
-    loss_SP, count_SP, bigram_SP, bigram_count_SP, bytes_S = (torch.cat(part) for part in zip(*sums, strict=True))
-    if not count_SP.sum():
+    *parts, bytes_S = (torch.cat(part) for part in zip(*sums, strict=True))
+    if not parts[1].sum():
         raise ValueError("no sequence has a target to evaluate (all are ignored); give longer documents")
-    loss, loss_error = _ratio(loss_SP.sum(1), count_SP.sum(1))
-    has_bytes = bool(bytes_S.sum() > 0)
-    bits, bits_error = _ratio(loss_SP.sum(1) / math.log(2), bytes_S) if has_bytes else (None, None)
-    return {
-        **{"loss": loss, "loss_error": loss_error, "perplexity": math.exp(min(loss, 700.0))},
-        **{"bits_per_byte": bits, "bits_per_byte_error": bits_error},
-        **{"targets": int(count_SP.sum()), "sequences": len(count_SP), "by_position": _spans(loss_SP, count_SP)},
-        "by_bigram": _spans(bigram_SP, bigram_count_SP),
-        "by_document": _by_document(document_S, loss_SP.sum(1), bytes_S) if has_bytes else None,
-    }
-
-
-def _spans(loss_SP: Tensor, count_SP: Tensor) -> list[dict[str, Any]]:
-    """Return the buckets that hold targets, with their mean losses."""
-    spans = []
-    for p in range(count_SP.shape[1]):
-        if count_SP[:, p].any():
-            mean, error = _ratio(loss_SP[:, p], count_SP[:, p])
-            span = {"first": (1 << p) >> 1, "last": max(0, (1 << p) - 1), "targets": int(count_SP[:, p].sum())}
-            spans.append({**span, "loss": mean, "error": error})
-    return spans
-
-
-def _by_document(document_S: Any, loss_S: Tensor, bytes_S: Tensor) -> list[list[float]] | None:
-    """Return the summed loss and the bytes of each document that has sequences."""
-    if document_S is None:
-        return None
-    order_S = torch.unique(torch.as_tensor(document_S), return_inverse=True)[1]
-    sums = torch.zeros(int(order_S.max()) + 1, 2, dtype=torch.float64)
-    return sums.index_add(0, order_S, torch.stack([loss_S, bytes_S.double()], dim=1)).tolist()
+    records: list[Record] = []
+    for number, count in enumerate(bytes_S.tolist()):
+        unit = {"sequence": number} | ({} if document_S is None else {"document": int(document_S[number])})
+        nats, targets = float(parts[0][number].sum()), int(parts[1][number].sum())
+        records.append({**unit, "quantity": "loss", "value": nats, "weight": targets})
+        if count:
+            records.append({**unit, "quantity": "bits", "value": nats / math.log(2), "weight": int(count)})
+        for by, loss_SP, count_SP in (("position", *parts[:2]), ("bigram", *parts[2:])):
+            for p in count_SP[number].nonzero().flatten().tolist():
+                span = {"by": by, "first": (1 << p) >> 1, "last": max(0, (1 << p) - 1), "seen": p > 0}
+                value, weight = float(loss_SP[number, p]), int(count_SP[number, p])
+                records.append({**unit, **span, "quantity": "loss", "value": value, "weight": weight})
+    return records
 
 
 def token_losses(model: LanguageModel, batch: Mapping[str, Tensor]) -> Tensor:
@@ -170,15 +149,3 @@ def _sums(model: LanguageModel, batch: dict[str, Tensor], bytes_V: Tensor | None
     if bytes_V is None:
         return *sums, empty_SP[:, 0]
     return *sums, (bytes_V[batch["targets"].clamp(min=0)] * counted_BT).sum(1)
-
-
-def _ratio(sum_S: Tensor, weight_S: Tensor) -> tuple[float, float | None]:
-    """Return sum / weight over all sequences of a positive weight, and its standard error."""
-    counted_S = weight_S > 0
-    sum_S, weight_S = sum_S[counted_S], weight_S[counted_S]
-    mean = sum_S.sum() / weight_S.sum()
-    count = len(sum_S)
-    if count < 2:
-        return float(mean), None
-    residual_S = sum_S - mean * weight_S
-    return float(mean), float((count / (count - 1) * residual_S.square().sum()).sqrt() / weight_S.sum())

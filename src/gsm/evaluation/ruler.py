@@ -9,12 +9,9 @@ numbers are in percent. B prompts at a time, T tokens of each.
 
 from __future__ import annotations
 
-import functools
-import os
 import re
-import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,8 +27,8 @@ from gsm.data.tokenizer import Tokenizer
 from gsm.errors import within
 from gsm.evaluation import paper
 from gsm.evaluation.checkpoints import Trained
-from gsm.evaluation.measure import Measure, publish
-from gsm.evaluation.results import Progress, Results, by_arm, difference, means, side_by_side, silent
+from gsm.evaluation.measure import Measure
+from gsm.evaluation.records import Arms, Measured, Progress, Record, mean, minus, over_arms, pivot, points, silent
 from gsm.tables import Grid, length_text
 
 LENGTHS = (4096, 8192, 16384, 32768, 65536)
@@ -45,10 +42,8 @@ STANDARD = {
     "sentences": "punkt",
     "keys": "wonderwords",
 }
-# Settings of the model rather than of the questions. Results compare if all others are equal.
-OF_THE_MODEL = {"run", "step", "checkpoint", "precision", "device", "answers"}
-Result = Mapping[str, Any]  # of `measure`
-Arms = Mapping[str, Mapping[Any, Result]]  # by name and seed
+SCORE: dict[str, Any] = {"quantity": "score"}
+CELLS = ("task", "length")  # all of them count alike in an average, as in the paper
 
 
 @dataclass(frozen=True)
@@ -57,8 +52,9 @@ class Ruler(Measure):
     checkpoint=...
 
     A run that was adapted to them (data=ruler) is asked as it was trained, at its lengths and its context, unless these
-    are given. Given again, the same command goes on where it was interrupted. The tables stand beside the paper's, and
-    for several arms with the differences on the same questions, and a picture: ruler.md and ruler.png.
+    are given. Given again, the same command goes on where it was interrupted: ruler.jsonl has a line for every answer.
+    The tables stand beside the paper's, and for several arms with the differences on the same questions, and a picture:
+    ruler.md and ruler.png.
 
     Args:
         lengths: of question and answer, such as 4096,8192; left out: those of the paper up to the model's context
@@ -76,7 +72,7 @@ class Ruler(Measure):
     """
 
     script: ClassVar[str] = "evaluate.py ruler=true"
-    file: ClassVar[str] = "ruler.json"
+    name: ClassVar[str] = "ruler"
 
     lengths: Sequence[int] = ()
     tasks: Sequence[str] = ()
@@ -91,15 +87,19 @@ class Ruler(Measure):
     batch_size: int = 8
     seed: int = SEED
 
-    def of(self, trained: Trained, file: Path) -> dict[str, Any]:
-        """Return the recall of every cell; ``file`` holds each cell as soon as it is done."""
+    def of(self, trained: Trained, file: Path | None) -> Measured:
+        """Return the score of every answer."""
         ruler = self.adapted(trained)
-        run = {name: str(value) for name, value in zip(("name", "arm", "seed"), trained.run.values(), strict=True)}
-        identity = {"run": run, "step": trained.step, "checkpoint": trained.digest}
-        identity |= {"precision": trained.precision, "device": trained.device_kind}
+        tokenizer, made = trained.tokenizer, ruler.ingredients()
+        questions = {"examples": ruler.examples, "seed": ruler.seed, "tokenizer": tokenizer.digest, **made.facts()}
+        measured = trained.measured(file, questions, answers=ruler.answers or "direct")
         with trained.computing():
-            options: dict[str, Any] = {"identity": identity, "progress": trained.progress("questions")}
-            return ruler.measure(trained.model, trained.tokenizer, path=file, **options)
+            ruler.measure(trained.model, tokenizer, made, measured, trained.progress("questions"))
+        return measured
+
+    def ingredients(self) -> Ingredients:
+        """Return the ingredients of the questions. Raises ConfigError."""
+        return Ingredients.choose(**{name: getattr(self, name) for name in INGREDIENTS if getattr(self, name)})
 
     def adapted(self, trained: Trained) -> Ruler:
         """Return this measure with the choices of a run that was adapted to these tasks. Given choices stay."""
@@ -112,8 +112,7 @@ class Ruler(Measure):
         }
         if (self.answers or choices.get("answers")) == BOTH:
             raise ConfigError(
-                f"ruler.answers is missing, and {trained.file} was trained with both kinds. Use ruler.answers=direct "
-                "or ruler.answers=cot."
+                f"ruler.answers must be {' or '.join(RESPONSES)}, as {trained.file} was trained with both"
             )
         lengths = self.lengths or (
             sorted({*trained_lengths(adapted_data.get("lengths"), context), context})
@@ -122,8 +121,8 @@ class Ruler(Measure):
         )
         if not lengths:
             raise ConfigError(
-                f"ruler=true is not allowed because the model was trained on {context} tokens and the paper's shortest "
-                f"length is {LENGTHS[0]}. Use ruler.lengths=, and ruler.template=short for small models."
+                f"ruler.lengths is missing: the paper's begin at {LENGTHS[0]}, and the model was trained on {context} "
+                "tokens. Small models need ruler.template=short, too"
             )
         return replace(self, **choices, lengths=lengths, tasks=self.tasks or adapted_data.get("tasks") or ())
 
@@ -131,12 +130,10 @@ class Ruler(Measure):
         self,
         model: Any,
         tokenizer: Tokenizer,
-        *,
-        ingredients: Ingredients | None = None,
-        path: str | os.PathLike[str] | None = None,
-        identity: Mapping[str, Any] | None = None,
+        made: Ingredients,
+        measured: Measured,
         progress: Progress = silent,
-    ) -> dict[str, Any]:
+    ) -> None:
         """Ask a model every task at every length, and score its answers.
 
         It answers greedily, in a static memory, until its end of text or for `new_tokens` of the ingredients. A direct
@@ -145,82 +142,82 @@ class Ruler(Measure):
         Args:
             model: gives the answers by `stream`, as in `LanguageModel`.
             tokenizer: its tokenizer.
-            ingredients: of the samples; None: built from the fields.
-            path: a JSON file for the result. A file with the same settings is continued (`Results`).
-            identity: further settings, such as the checkpoint.
+            made: the ingredients of the questions.
+            measured: gets the records: of every sample its `score`, with `prediction`, and `marked`, whether it has its
+                `Final answer:`, which every direct answer has.
             progress: passes on the samples of a cell, and may show the place in them.
 
-        Returns:
-            `settings`, `cells` by `<task>/<length>` (each with `accuracy` in percent, and of every sample `prediction`
-            and `score`), `averages` over the `asked` cells, and `unmarked`, the share of outputs without
-            `Final answer:` in chains of thought.
-
         Raises:
-            ValueError: a value is out of range, or a length holds no sample.
+            ConfigError: a value is out of range, or a length holds no sample.
             OSError: the file cannot be written.
         """
         tasks, lengths, answers = self.tasks or TAUGHT, self.lengths or LENGTHS, self.answers or "direct"
         if not tasks or set(tasks) - set(TASKS):
-            raise ConfigError(f"tasks={','.join(tasks)} is not allowed. Use some of {', '.join(TASKS)}.")
+            raise ConfigError(f"tasks must be some of {', '.join(TASKS)}, got {','.join(tasks)}")
         if answers not in RESPONSES:
-            raise ConfigError(f"answers={answers} is not allowed. Use {' or '.join(RESPONSES)}.")
+            raise ConfigError(f"answers must be {' or '.join(RESPONSES)}, got {answers}")
         within(1, lengths=min(lengths), examples=self.examples, batch_size=self.batch_size)
-        chosen: dict[str, Any] = {name: getattr(self, name) for name in INGREDIENTS if getattr(self, name)}
-        made = ingredients or Ingredients.choose(**chosen)
         for task in tasks:  # a length that holds no sample is refused before a cell is measured
             Questions(task, tokenizer, made).sample(0, min(lengths), self.seed)
-        settings = {"answers": answers, "examples": self.examples, "seed": self.seed, "tokenizer": tokenizer.digest}
-        settings |= made.facts()
-        results = Results(path, {**settings, **(identity or {})})
-        cases = {f"{task}/{length}": (task, length) for task in tasks for length in lengths}
 
-        def compute(name: str) -> dict[str, Any]:
-            (task, length), start = cases[name], time.perf_counter()
+        def compute(part: Record) -> list[Record]:
+            task, length, start = part["task"], part["length"], time.perf_counter()
             questions = Questions(task, tokenizer, made)
             samples = [questions.sample(index, length, self.seed) for index in range(self.examples)]
             texts = _answers(model, tokenizer, samples, self.batch_size, questions.new_tokens, answers == "direct")
-            counted = progress(texts, self.examples, f"{name}: ")
+            counted = progress(texts, self.examples, f"{task}/{length}: ")
             scored = [_scored(sample, count, text, answers) for sample, count, text in counted]
-            cell = {"task": task, "length": length, "accuracy": accuracy(scored)}
-            cell |= {"seconds": round(time.perf_counter() - start, 3)}
-            return {name: {**cell, "samples": sorted(scored, key=lambda sample: sample["index"])}}
+            seconds = round(time.perf_counter() - start, 3)
+            return [
+                *sorted(scored, key=lambda one: one["index"]),
+                {"quantity": "seconds", "value": seconds, "weight": 1},
+            ]
 
-        results.fill(cases, lambda name: [name], compute)
-        cells = {name: results.cells[name] for name in cases}  # the file keeps the others too
-        marked = [sample["marked"] for cell in cells.values() for sample in cell["samples"]]
-        further = {
-            "asked": list(cells),
-            "averages": averages(cells.values()),
-            "unmarked": 1 - sum(marked) / len(marked),
-        }
-        results.save(**further)
-        return {**results.content(), "cells": cells}
+        measured.fill([{"task": task, "length": length} for task in tasks for length in lengths], compute)
 
-    def conclude(self, results: Sequence[Result], place: Path) -> None:
-        """Print and write the tables, by arm. Raises ConfigError."""
+    def tables(self, arms: Arms) -> list[Grid]:
+        """Return lengths by arms and tasks by arms, in percent, beside the paper's columns, then the differences."""
+        asked, published = [one for seeds in arms.values() for one in seeds.values()][0], paper.tables()["ruler"]
+        tasks = {task: {"task": task, **SCORE} for task in _values(asked, "task")}
+        lengths = {length_text(n): {"length": n, **SCORE} for n in sorted(_values(asked, "length"))}
+        columns = [f"paper: {name}" for name in published["columns"]]
+        by_length = {length_text(n): values for n, values in published["by_length"].items()}
+        by_length["Avg."] = published["average"]
+        cell = over_arms(2, 100, CELLS)
+        return [
+            pivot("length, %", arms, {**lengths, "Avg.": SCORE}, cell, columns, _texts(by_length)),
+            pivot("task, %", arms, tasks, cell, columns, _texts(published["by_task"])),
+            *minus("minus ", arms, {"Avg.": SCORE, **tasks}, ["index"], CELLS),
+        ]
 
-        def run_of(result: Result) -> dict[str, Any]:
-            run = result["settings"]["run"]
-            return {**run, "experiment": run["name"]}
+    def notes(self, arms: Arms) -> list[str]:
+        """Return sentences on the questions, and on the deviations from the benchmark."""
+        runs = [one for seeds in arms.values() for one in seeds.values()]
+        questions = runs[0].settings["questions"]
+        lines = [f"{questions['examples']} examples of each task at each length (the paper: 4K to 64K)."]
+        if changes := [f"{name}: {questions[name]}" for name, usual in STANDARD.items() if questions[name] != usual]:
+            lines.append(f"Not as in the benchmark: {'; '.join(changes)}.")
+        if chains := [r for one in runs if one.settings["model"]["answers"] == "cot" for r in one.where(**SCORE)]:
+            unmarked = 100 * sum(not record["marked"] for record in chains) / len(chains)
+            lines.append(f"Chains of thought without {MARK!r}: {unmarked:.1f} %.")
+        return lines
 
-        arms = by_arm(results, run_of)
-        grids = tables(arms, paper.tables()["ruler"]) if comparable(results) else []
-        several = len(results) > 1
-        picture = functools.partial(_picture, arms) if several and grids else None
-        print(publish(place, grids, notes(results), {"runs": results} if several else None, picture))
+    def picture(self, arms: Arms) -> bytes | None:
+        """Draw the accuracy by length, the mean over tasks and each task, of several runs."""
+        runs = [one for seeds in arms.values() for one in seeds.values()]
+        if len(runs) == 1:
+            return None
+        lines = {"all tasks": points(arms, "length", 100, **SCORE)}
+        lines |= {task: points(arms, "length", 100, task=task, **SCORE) for task in _values(runs[0], "task")}
+        figure, panels = plots.figure(columns=2, width=3.8, height=2.6, rows=-(-len(lines) // 2))
+        plots.lengths(panels, lines, "length (tokens)", "answered (%)", top=100)
+        return plots.png(figure)
 
-    def written_in(self, folder: Path, run: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the asked cells, with the run among the settings."""
-        result = self._written(folder)
-        identity = {"name": run["experiment"], "arm": run["arm"], "seed": str(run["seed"])}
-        cells = {name: result["cells"][name] for name in result["asked"]}
-        return {**result, "cells": cells, "settings": {**result["settings"], "run": identity}}
-
-    @staticmethod
-    def metrics(written: Result) -> dict[str, float]:
+    def metrics(self, measured: Measured) -> dict[str, Any]:
         """Return accuracies in percent: the `average`, and the means of every length and of every task."""
-        average_of = written["averages"]
-        return {"average": average_of["average"], **average_of["by_length"], **average_of["by_task"]}
+        rows = {"average": {}, **{str(n): {"length": n} for n in sorted(_values(measured, "length"))}}
+        rows |= {task: {"task": task} for task in _values(measured, "task")}
+        return {name: 100 * (mean(measured.where(**keys, **SCORE), CELLS) or 0.0) for name, keys in rows.items()}
 
 
 def complete(model: Any, tokenizer: Tokenizer, prompts: Sequence[list[int]], most: int, a_line: bool) -> list[str]:
@@ -259,22 +256,13 @@ def score(text: str | None, outputs: Sequence[str]) -> float:
     return sum(output.lower() in text for output in outputs) / len(outputs)
 
 
-def accuracy(samples: Iterable[Mapping[str, Any]]) -> float:
-    """Return the mean score in percent."""
-    return 100 * statistics.fmean(sample["score"] for sample in samples)
+def _values(measured: Measured, key: str) -> list[Any]:
+    """Return the values of a key, in their order."""
+    return list(dict.fromkeys(record[key] for record in measured.where(**SCORE)))
 
 
-def averages(cells: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the paper's means: of each length over tasks, of each task over lengths, and of all lengths, unweighted.
-
-    Args:
-        cells: each with `task`, `length` and `accuracy`; every task at every length.
-    """
-    cells = list(cells)
-    tasks, lengths = (dict.fromkeys(cell[name] for cell in cells) for name in ("task", "length"))
-    by_length = {str(n): statistics.fmean(c["accuracy"] for c in cells if c["length"] == n) for n in sorted(lengths)}
-    by_task = {task: statistics.fmean(c["accuracy"] for c in cells if c["task"] == task) for task in tasks}
-    return {"by_length": by_length, "by_task": by_task, "average": statistics.fmean(by_length.values())}
+def _texts(published: Mapping[Any, Sequence[float]]) -> dict[Any, list[str]]:
+    return {name: [f"{number:.2f}" for number in numbers] for name, numbers in published.items()}
 
 
 def _answers(
@@ -288,95 +276,7 @@ def _answers(
         yield from ((sample, len(ids), text) for (sample, ids), text in zip(batch, texts, strict=True))
 
 
-def _scored(sample: Sample, tokens: int, prediction: str, answers: str) -> dict[str, Any]:
+def _scored(sample: Sample, tokens: int, prediction: str, answers: str) -> Record:
     answer = final_answer(prediction, answers)
     facts = {"index": sample.index, "tokens": tokens, "outputs": list(sample.outputs), "prediction": prediction}
-    return {**facts, "marked": answer is not None, "score": score(answer, sample.outputs)}
-
-
-def tables(arms: Arms, published: Mapping[str, Any]) -> list[Grid]:
-    """Return lengths by arms and tasks by arms, beside the paper's columns, then the differences between arms.
-
-    Args:
-        arms: by name and seed, comparable results (`comparable`), in percent.
-        published: the paper's `columns`, `by_length`, `by_task` and `average`.
-    """
-    first = next(iter(next(iter(arms.values())).values()))["averages"]
-    lengths = {name: length_text(int(name)) for name in first["by_length"]} | {"average": "Avg."}
-    tasks = {task: task for task in first["by_task"]}
-    by_length = {str(length): values for length, values in published["by_length"].items()}
-    by_length["average"] = published["average"]
-    columns = [f"paper: {name}" for name in published["columns"]]
-
-    def mean(result: Result, name: str) -> float:
-        return Ruler.metrics(result)[name]
-
-    grids = [
-        side_by_side("length, %", arms, lengths, mean, columns, by_length),
-        side_by_side("task, %", arms, tasks, mean, columns, published["by_task"]),
-    ]
-    (arm, base), *later = arms.items()
-    if later:
-        rows = [[f"minus {arm}, with 95 % interval", *(name for name, _ in later)]]
-        for title, chosen in [("Avg.", list(tasks)), *((task, [task]) for task in tasks)]:
-            rows.append([title, *(apart(base, other, chosen) for _, other in later)])
-        grids.append(rows)
-    return grids
-
-
-def apart(first: Mapping[Any, Result], second: Mapping[Any, Result], tasks: Sequence[str]) -> str:
-    """Return the second arm minus the first over the seeds that both have, with its interval.
-
-    All of these tasks, and all lengths, have the same weight. The result is `-` without such a seed, or for other
-    questions.
-
-    Args:
-        first, second: results by seed.
-        tasks: their names.
-    """
-
-    def scores(results: list[Result]) -> dict[str, list[float]]:
-        names = [name for name in results[0]["asked"] if name.split("/")[0] in tasks]
-        each = [[[row["score"] for row in result["cells"][name]["samples"]] for result in results] for name in names]
-        return dict(zip(names, map(means, each), strict=True))
-
-    return difference(first, second, scores, comparable)
-
-
-def comparable(results: Sequence[Result]) -> bool:
-    """Return whether all results answer the same questions, in any form of answer, so that they compare."""
-    questions = [
-        ({name: value for name, value in result["settings"].items() if name not in OF_THE_MODEL}, result["asked"])
-        for result in results
-    ]
-    return all(each == questions[0] for each in questions)
-
-
-def notes(results: Sequence[Result]) -> list[str]:
-    """Return the sentences below the tables: the questions, and the deviations from the benchmark."""
-    settings = results[0]["settings"]
-    lines = [f"{settings['examples']} examples of each task at each length (the paper: 4K to 64K)."]
-    if changes := [f"{name}: {settings[name]}" for name, usual in STANDARD.items() if settings[name] != usual]:
-        lines.append(f"Not as in the benchmark: {'; '.join(changes)}.")
-    if unmarked := [result["unmarked"] for result in results if result["settings"]["answers"] == "cot"]:
-        lines.append(f"Chains of thought without {MARK!r}: {100 * statistics.fmean(unmarked):.1f} %.")
-    if not comparable(results):
-        lines.append("These models had other questions and are not compared. Use the same ruler.* arguments for all.")
-    return lines
-
-
-def _picture(arms: Arms) -> bytes:
-    """Draw the accuracy by length, the mean over tasks and each task. Raise ImportError without matplotlib."""
-
-    def accuracies(result: Result, task: str) -> dict[int, float]:
-        by_length, cells = result["averages"]["by_length"], result["cells"]
-        return {int(n): cells[f"{task}/{n}"]["accuracy"] if task else value for n, value in by_length.items()}
-
-    tasks = ["", *next(iter(next(iter(arms.values())).values()))["averages"]["by_task"]]
-    lines = {
-        task or "all tasks": {arm: [accuracies(seed, task) for seed in seeds.values()] for arm, seeds in arms.items()}
-        for task in tasks
-    }
-    figure, panels = plots.figure(columns=2, width=3.8, height=2.6, rows=-(-len(lines) // 2))
-    plots.lengths(panels, lines, "length (tokens)", "answered (%)", top=100)
-    return plots.png(figure)
+    return {**facts, "marked": answer is not None, **SCORE, "value": score(answer, sample.outputs), "weight": 1}

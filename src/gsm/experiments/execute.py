@@ -265,12 +265,10 @@ def _conclude_evaluations(experiment: Experiment, table: Table) -> None:
         print(f"\n{name}: {' '.join(pairs[0][1].words) or 'held out'}\n")
         measure = pairs[0][1].measure
         try:
-            results = [
-                measure.written_in(
-                    run.folder, {"experiment": trial.config["name"], "arm": trial.arm, "seed": trial.seed}
-                )
+            runs = [
+                measure.read(run.folder, {"experiment": trial.config["name"], "arm": trial.arm, "seed": trial.seed})
                 for trial, run in pairs
             ]
-            measure.conclude(results, experiment.folder / f"{name}.json")
+            measure.conclude(runs, experiment.folder / name)
         except (ConfigError, OSError) as error:  # other windows, or a missing file: the runs themselves are complete
             print(f"not side by side: {error}", flush=True)

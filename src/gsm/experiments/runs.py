@@ -107,7 +107,10 @@ class Run:
         """Write the summary of a measurement; a training writes its own. Raises OSError."""
         if self.checkpoint:
             facts = {"status": "finished", "command": list(self.words), "checkpoint": digest(self.checkpoint)}
-            write_json(self.folder / "summary.json", {**facts, "metrics": self.measure.metrics_in(self.folder)})
+            measure = self.measure
+            write_json(
+                self.folder / "summary.json", {**facts, "metrics": measure.metrics(measure.read(self.folder, {}))}
+            )
 
     def fail(self, status: str, reason: str) -> None:
         """Write how it has ended, where its process could not. Raises OSError."""
@@ -278,8 +281,8 @@ class Experiment:
             return self._runs[digits]
         start, folder = path or (after.folder if after else ""), Run(place, label, digits, "evaluate").folder
         chosen, _ = commands.choose(entry.lines)
-        prefix, output = "ruler." if chosen is Ruler else "", folder if chosen.takes_folder else folder / chosen.file
-        words = (*entry.lines, f"checkpoint={start}", f"{prefix}output={output}")
+        prefix = "ruler." if chosen is Ruler else ""
+        words = (*entry.lines, f"checkpoint={start}", f"{prefix}output={folder}")
         return self._shared(Run(place, label, digits, "evaluate", words, after, None, Path(start), entry.lines))
 
     def _shared(self, run: Run) -> Run:
