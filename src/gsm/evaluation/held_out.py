@@ -156,7 +156,8 @@ class HeldOut(Measure):
                 rows = {"new": rows.pop("0", {}), "seen before": {"by": key, "seen": True}} | rows
             grids += [pivot(f"loss, {title}", arms, rows, _cell(3))] if rows else []
         removed = [name for (name,) in by(where(known, part="without"), "removed")]
-        rows = {name: {**WHOLE, "part": "without", "removed": name} for name in removed}
+        names = {"state": "state, but a row's own z"}
+        rows = {names.get(x, f"retrieval of {x}"): {**WHOLE, "part": "without", "removed": x} for x in removed}
         grids += [pivot("loss with zeros for", arms, {"nothing": WHOLE, **rows}, _cell(4))] if rows else []
         if len(runs) == 1 and (found := runs[0].where(part="overlap")):
             facts = {**found[0], "by_length": found[1:]} if found[1:] else None

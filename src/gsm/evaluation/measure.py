@@ -55,7 +55,8 @@ class Measure(ABC):
         for trained in opened(files, self.device):
             folder = place if len(files) == 1 else home(trained.file)
             with writing(folder):
-                runs.append(self.of(trained, folder / f"{self.name}.jsonl"))
+                folder.mkdir(parents=True, exist_ok=True)
+            runs.append(self.of(trained, folder / f"{self.name}.jsonl"))
         self.conclude(runs, place / self.name)
         return runs
 

@@ -92,7 +92,6 @@ class Measured:
         """Add a part to the file, after the last one that is complete."""
         if self.file is None:
             return
-        self.file.parent.mkdir(parents=True, exist_ok=True)
         with self.file.open("a+b") as file:
             file.seek(0)
             file.truncate(_complete(file.read()))
