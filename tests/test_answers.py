@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from gsm.config.check import ConfigError
 from gsm.evaluation import answers, commands
 from gsm.evaluation.answers import Answers, answered
 from gsm.evaluation.checkpoints import Trained, checkpoints
+from gsm.evaluation.records import read, where
 from gsm.models.checks import IGNORED
 
 LONG = 37
@@ -27,14 +27,15 @@ def test_chunks_answer_as_one_forward_does(case: str, chunk: int):
     target_T = torch.full((LONG,), IGNORED)
     target_T[[9, 20, 30, 36]] = best_T[[9, 20, 30, 36]]
     target_T[20] = (target_T[20] + 1) % model.vocabulary  # one wrong answer
-    cell = answered(model, {"tokens": token_1T[0], "targets": target_T}, chunk)
-    assert (cell["right"], cell["questions"]) == (3, 4)
+    right, *_ = answered(model, {"tokens": token_1T[0], "targets": target_T}, chunk)
+    assert right == {"quantity": "answered", "value": 3, "weight": 4}
 
 
 def test_the_decoder_of_gsm_keeps_its_state_alone_and_the_baseline_a_bank_that_grows():
     def kept(case: str, length: int) -> int:
         sequence = {"tokens": small.random_tokens(1, length)[0], "targets": torch.zeros(length, dtype=torch.long)}
-        return answered(small.build(case), sequence, 16)["decoder_bytes"]
+        (record,) = where(answered(small.build(case), sequence, 16), quantity="decoder_bytes")
+        return record["value"]
 
     assert kept("gsm", 32) == kept("gsm", 64) > 0
     assert kept("baseline", 64) > kept("baseline", 32)
@@ -53,20 +54,19 @@ def test_only_yarns_factor_follows_the_length():
 
 def test_a_trained_model_answers_and_a_second_call_computes_nothing(tmp_path: Path, monkeypatch: Any):
     measure = commands.parse(
-        ["checkpoint=needle_gsm", "answers=96,384", "sequences=2", "device=cpu", f"output={tmp_path / 'a.json'}"]
+        ["checkpoint=needle_gsm", "answers=96,384", "sequences=2", "device=cpu", f"output={tmp_path}"]
     )
     (first,) = measure.evaluate()
-    assert Answers.metrics(first)["answered/384"] > 0.9
-    assert (tmp_path / "a.md").is_file() and json.loads((tmp_path / "a.json").read_text())["by_length"]["96"]
+    assert measure.metrics(first)["answered/384"] > 0.9
+    assert (tmp_path / "answers.md").is_file() and len(read(tmp_path / "answers.jsonl")[0].records) == 2 * 2 * 4
     monkeypatch.setattr(answers, "answered", None)  # nothing may call it
     (second,) = measure.evaluate()
-    assert second["by_length"] == first["by_length"]
+    assert second.records == first.records == measure.read(tmp_path, {}).records
 
 
 def test_more_sequences_are_asked_than_the_validation_of_the_run_has(tmp_path: Path):
-    measure = Answers("needle_gsm", answers=[96], sequences=65, device="cpu", output=str(tmp_path / "a.json"))
-    (result,) = measure.evaluate()
-    assert result["by_length"]["96"]["questions"] == 650
+    (result,) = Answers("needle_gsm", answers=[96], sequences=65, device="cpu", output=str(tmp_path)).evaluate()
+    assert sum(record["weight"] for record in result.where(quantity="answered")) == 650
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from gsm.config.load import load_tokenizer  # noqa: E402
 from gsm.data.tokenizer import Tokenizer  # noqa: E402
 from gsm.errors import ConfigError  # noqa: E402
 from gsm.evaluation import harness, tasks  # noqa: E402
+from gsm.evaluation.records import where  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of libraries that this extra brings
 TEXTS = [
@@ -220,34 +221,28 @@ def test_every_task_of_ours_has_its_first_question_here():
     assert {*FIRST, "mmlu"} == set(tasks.known())
 
 
-def score(name: str, folder: Path, limit: int = 0, **options: Any) -> dict[str, Any]:
+def score(name: str, folder: Path, limit: int = 0, **options: Any) -> list[dict[str, Any]]:
     lm = harness.LM(Bag(), Tokenizer.plain_bytes(), **{"max_length": 100, **options})
-    return harness.measure(lm, {name: harness.build(tasks.load(name), str(folder))}, limit)[name]
+    return harness.measure(lm, harness.build(tasks.load(name), str(folder)), limit)
 
 
-def test_acc_norm_divides_by_characters_and_perplexity_is_of_whole_words(tmp_path: Path):
+def test_acc_norm_divides_by_characters(tmp_path: Path):
     folder = tiny_tasks.write(tmp_path / "data")
     rows = [{"goal": f"{n}?", "sol1": "x", "sol2": ("ß€y", "ßyy")[n % 2] * n, "label": 1} for n in range(1, 9)]
     (folder / "piqa_validation.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     found = score("piqa", folder)
-    norm = [
-        (one["loglikelihoods"][1] / (3 * n) > one["loglikelihoods"][0]) for n, one in enumerate(found["samples"], 1)
-    ]
-    assert found["scores"]["acc_norm"] == sum(norm) / 8 != found["scores"]["acc"]
-    word = score("lambada", folder)
-    each = [one["loglikelihoods"][0] for one in word["samples"]]
-    assert word["scores"]["perplexity"] == pytest.approx(math.exp(-sum(each) / 2)) and word["scores"]["acc"] == 0.0
-
-
-def test_subtasks_count_by_their_samples(tmp_path: Path):
-    found = score("blimp", tiny_tasks.write(tmp_path / "data"))
-    each = [one["acc"] for one in found["samples"]]
-    assert found["scores"]["acc"] == sum(each) / 3 and found["scores"]["samples"] == len(each) == 3
+    plain, norm = (where(found, quantity=quantity) for quantity in ("acc", "acc_norm"))
+    want = [(one["loglikelihoods"][1] / (3 * n) > one["loglikelihoods"][0]) for n, one in enumerate(norm, 1)]
+    assert [record["value"] for record in norm] == want != [record["value"] for record in plain]
 
 
 def test_a_limit_takes_the_first_documents_of_each_subtask(tmp_path: Path):
-    found = score("blimp", tiny_tasks.write(tmp_path / "data"), limit=1)
-    assert [(one["subtask"], one["document"]) for one in found["samples"]] == [("causative", 0), ("passive_1", 0)]
+    folder = tiny_tasks.write(tmp_path / "data")
+    assert [(one["subtask"], one["document"]) for one in score("blimp", folder)] == [
+        ("blimp_causative", 0), ("blimp_causative", 1), ("blimp_passive_1", 0)
+    ]  # fmt: skip
+    found = score("blimp", folder, limit=1)
+    assert [(one["subtask"], one["document"]) for one in found] == [("blimp_causative", 0), ("blimp_passive_1", 0)]
 
 
 def test_any_other_task_of_the_harness_is_scored_by_its_own_call():
@@ -290,13 +285,13 @@ def test_a_task_that_our_table_cannot_hold_is_refused(
 
 def test_samples_that_do_not_fit_are_counted(tmp_path: Path):
     found = score("hellaswag", tiny_tasks.write(tmp_path / "data"), max_length=32)
-    assert [one["cut"] for one in found["samples"]] == [True, False] and found["scores"]["cut"] == 1
+    assert [one["cut"] for one in where(found, quantity="acc")] == [True, False]
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_an_evaluation_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int):
     """Through the harness's `use_cache`. The batches that are left are others than without an interruption."""
-    model, cache, built = Bag(), tmp_path / "cache" / "key", {"hellaswag": local("hellaswag", tmp_path)}
+    model, cache, built = Bag(), tmp_path / "cache" / "key", local("hellaswag", tmp_path)
     lm = harness.LM(model, Tokenizer.plain_bytes(), 40, batch_size=2)
     want, whole = harness.measure(lm, built), model.read
 
@@ -309,8 +304,8 @@ def test_an_evaluation_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch:
         harness.measure(lm, built, cache=cache)
     found = harness.measure(lm, built, cache=cache)
     assert model.read == 2 * whole, "nothing was computed twice"
-    assert found["hellaswag"]["scores"] == want["hellaswag"]["scores"]
-    for one, other in zip(found["hellaswag"]["samples"], want["hellaswag"]["samples"], strict=True):
+    for one, other in zip(found, want, strict=True):
+        assert one["value"] == other["value"]
         assert one["loglikelihoods"] == pytest.approx(other["loglikelihoods"], abs=1e-9)
     assert not list(cache.parent.iterdir()), "it is needed no more"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from gsm.data.packing import DOCUMENTS
 from gsm.evaluation import commands, lengths
 from gsm.evaluation.lengths import Lengths, score
 from gsm.evaluation.losses import token_losses
+from gsm.evaluation.records import Measured, by, difference, mean, over_units
 from gsm.experiments.compare import compare
 from gsm.intervals import over_windows
 from gsm.training.run import train
@@ -37,12 +37,12 @@ def windows(count: int = 3, documents: str = "isolated") -> list[dict[str, torch
 
 
 def test_windows_of_fewer_targets_count_less_where_arms_are_compared():
-    run = {
-        f"isolated/8/{number}": {"loss": loss, "targets": count}
-        for number, (loss, count) in enumerate([(4, 2), (6, 6)])
-    }
-    losses = lengths.window_losses([run], "isolated", 8, 2)
-    assert sum(losses) / 2 == pytest.approx((4 + 6) / (2 + 6)) and losses == pytest.approx([1.0, 1.5])
+    keys = {"documents": "isolated", "length": 8, "scope": "scored", "quantity": "loss"}
+    first, second = (
+        [{**keys, "window": n, "value": loss, "weight": count} for n, (loss, count) in enumerate(pairs)]
+        for pairs in ([(4, 2), (6, 6)], [(5, 2), (6, 6)])
+    )
+    assert difference([first], [second], ["window"]).difference == pytest.approx((5 + 6) / 8 - (4 + 6) / 8)
 
 
 @pytest.mark.parametrize("case", small.mostly_nightly(["gsm", "baseline", "transformer", "hybrid"], "gsm", "hybrid"))
@@ -52,39 +52,46 @@ def test_a_score_is_that_of_one_forward_over_the_end_of_the_window(case: str, do
     for length, chunk in ((SCORED, 4), (20, 7), (LONG, 50)):
         end = {name: value[-length:][None] for name, value in window.items()}
         want = token_losses(model, end)[0, -SCORED:].sum().item()
-        result = score(model, window, length, SCORED, whole=False, chunk=chunk)
-        assert result == {"loss": pytest.approx(want, rel=1e-10), "targets": SCORED - (documents == "isolated")}
+        (record,) = score(model, window, length, SCORED, whole=False, chunk=chunk)
+        assert record["value"] == pytest.approx(want, rel=1e-10)
+        assert record["weight"] == SCORED - (documents == "isolated")
 
 
 def test_whole_scores_the_window_and_its_end():
     model, window = small.build("gsm"), windows(1)[0]
-    part = score(model, window, LONG, SCORED, whole=False, chunk=5)
-    both = score(model, window, LONG, SCORED, whole=True, chunk=5)
+    (part,) = score(model, window, LONG, SCORED, whole=False, chunk=5)
+    scored, whole = score(model, window, LONG, SCORED, whole=True, chunk=5)
     batch = {name: value[None] for name, value in window.items()}
-    assert both["loss"] == pytest.approx(part["loss"], rel=1e-10) and both["targets"] == part["targets"]
+    assert scored == {**part, "value": pytest.approx(part["value"], rel=1e-10)}
     want = token_losses(model, batch).sum().item()
-    assert both["whole"] == {"loss": pytest.approx(want, rel=1e-10), "targets": LONG - 1}
+    assert whole == {**part, "scope": "whole", "value": pytest.approx(want, rel=1e-10), "weight": LONG - 1}
 
 
 def test_context_changes_the_loss_only_if_documents_are_not_isolated():
     """All scored targets stand in a document that begins in the shortest length."""
     model, (window,), (stream,) = small.build("gsm"), windows(1, "isolated_all_targets"), windows(1, "stream")
-    near = [score(model, window, n, 6, whole=False, chunk=64)["loss"] for n in (6, 12, LONG)]
-    far = [score(model, stream, n, 6, whole=False, chunk=64)["loss"] for n in (6, 12, LONG)]
+    near = [score(model, window, n, 6, whole=False, chunk=64)[0]["value"] for n in (6, 12, LONG)]
+    far = [score(model, stream, n, 6, whole=False, chunk=64)[0]["value"] for n in (6, 12, LONG)]
     assert near == pytest.approx([near[0]] * 3, rel=1e-12)
     assert abs(far[0] - far[1]) > 1e-6 and abs(far[1] - far[2]) > 1e-6
 
 
-def test_the_mean_is_over_targets_and_its_interval_over_windows(tmp_path: Path):
-    model, cut = small.build("gsm"), windows()
-    result = Lengths(lengths=[SCORED, LONG]).measure(model, {"isolated": cut}, tmp_path / "lengths.json")
-    cells = [result["cells"][f"isolated/{LONG}/{n}"] for n in range(3)]
-    loss = sum(cell["loss"] for cell in cells) / (3 * (SCORED - 1))
-    cell = result["by_length"]["isolated"][str(LONG)]
-    assert cell["perplexity"] == pytest.approx(math.exp(loss)) and cell["targets"] == 3 * (SCORED - 1)
-    each = [math.exp(cell["loss"] / cell["targets"]) for cell in cells]
-    assert min(each) * (1 - 1e-12) <= cell["low"] < cell["perplexity"] < cell["high"] <= max(each) * (1 + 1e-12)
-    assert json.loads((tmp_path / "lengths.json").read_text()) == result
+def measured(lengths: list[int], cut: dict[str, Any], file: Path | None = None, **options: Any) -> Measured:
+    found = Measured.opened(file, {"windows": len(next(iter(cut.values())))})
+    Lengths(lengths=lengths).measure(small.build("gsm"), cut, found, **options)
+    return found
+
+
+def test_the_mean_is_over_targets_and_its_interval_over_windows():
+    found = measured([SCORED, LONG], {"isolated": windows()})
+    records = found.where(length=LONG, scope="scored")
+    middle, low, high = over_units([records])
+    assert middle == pytest.approx(sum(record["value"] for record in records) / (3 * (SCORED - 1)))
+    each = [record["value"] / record["weight"] for record in records]
+    assert min(each) * (1 - 1e-12) <= low < middle < high <= max(each) * (1 + 1e-12)
+    assert Lengths(lengths=[SCORED, LONG], documents=["isolated"]).metrics(found)[f"isolated/{LONG}"] == pytest.approx(
+        math.exp(middle)
+    )
 
 
 def test_an_interval_is_that_of_resampled_means():
@@ -99,34 +106,29 @@ def test_an_interval_is_that_of_resampled_means():
 
 
 def test_an_interrupted_evaluation_goes_on_and_ends_with_the_same_numbers(tmp_path: Path, monkeypatch: Any):
-    model, evaluation = small.build("gsm"), Lengths(lengths=[SCORED, 20])
     cut = {documents: windows(2, documents) for documents in ("isolated", "stream")}
-    whole = evaluation.measure(model, cut)
+    whole = measured([SCORED, 20], cut)
 
-    def first(cells: Iterable[Any], count: int, note: str) -> Iterator[Any]:
-        for done, cell in enumerate(cells):
+    def first(parts: Iterable[Any], count: int, note: str) -> Iterator[Any]:
+        for done, part in enumerate(parts):
             if done == 3:
                 raise KeyboardInterrupt
-            yield cell
+            yield part
 
-    path, computed = tmp_path / "lengths.json", []
+    file, computed = tmp_path / "lengths.jsonl", []
     with pytest.raises(KeyboardInterrupt):
-        evaluation.measure(model, cut, path, progress=first)
+        measured([SCORED, 20], cut, file, progress=first)
     monkeypatch.setattr(lengths, "score", lambda *a, **k: computed.append(a) or score(*a, **k))
-    assert evaluation.measure(model, cut, path) == whole
+    assert measured([SCORED, 20], cut, file).records == whole.records
     assert len(computed) == 8 - 3
-    evaluation.measure(model, {"isolated": windows(3)}, path)
+    measured([SCORED, 20], {"isolated": windows(3)}, file)
     assert len(computed) == 8 - 3 + 6, "another number of windows is another evaluation"
-    assert path.with_suffix(".previous").is_file()
 
 
 def test_windows_of_another_tokenizer_are_not_set_side_by_side(tmp_path: Path):
-    results = [{"checkpoint": name, "settings": {"text": {"corpus": "c", "tokenizer": name}}} for name in ("a", "b")]
-    with pytest.raises(
-        ConfigError,
-        match=r"^checkpoint=b is not allowed .* differ from those of a by the data's tokenizer \(a there, b here",
-    ):
-        Lengths(lengths=[4]).conclude(results, tmp_path / "lengths.json")
+    runs = [Measured({"questions": {"text": {"tokenizer": name}}}, {"checkpoint": name}) for name in ("a", "b")]
+    with pytest.raises(ConfigError, match="tokenizer"):
+        Lengths(lengths=[4]).conclude(runs, tmp_path / "lengths")
 
 
 def test_lengths_are_read_as_a_list_or_a_range():
@@ -153,23 +155,22 @@ def test_a_folder_of_runs_becomes_a_table_and_a_picture(tmp_path: Path, capsys: 
         and "nats minus baseline" in printed
     )
     assert (folder / "lengths.png").read_bytes().startswith(b"\x89PNG")
-    both = json.loads((folder / "lengths.json").read_text())["arms"]["gsm"]["by_length"]["stream"]["64"]
     compare(str(folder))
-    assert "nats minus baseline, stream" in (page := (folder / "comparison.html").read_text()), "the page has it, too"
+    assert "stream, nats minus baseline" in (page := (folder / "comparison.html").read_text()), "the page has it, too"
     assert "2 windows, the last 8 targets of each" in page and "data:image/png;base64" in page
-    single = [json.loads((folder_of(folder, f"gsm-seed{seed}") / "lengths.json").read_text()) for seed in (0, 1)]
-    losses = [result["by_length"]["stream"]["64"]["loss"] for result in single]
-    assert both["loss"] == pytest.approx(sum(losses) / 2)
-    metrics = Lengths.metrics(single[0])
+    measure = Lengths(lengths=[16, 64], windows=2, scored=8)
+    single = [measure.read(folder_of(folder, f"gsm-seed{seed}"), {"seed": seed}) for seed in (0, 1)]
+    losses = [mean(one.where(documents="stream", length=64, scope="scored")) for one in single]
+    table = (folder / "lengths.md").read_text()
+    assert f" {math.exp(sum(losses) / 2):.4f} [" in table
+    metrics = measure.metrics(single[0])
     assert metrics["stream/64"] == pytest.approx(math.exp(losses[0]))
     assert {"stream/16", "isolated_all_targets/64", "stream/full", "held_out"} <= set(metrics)
-    for by_length in single[0]["by_length"].values():
-        assert {cell["targets"] for cell in by_length.values()} == {2 * 8}, (
-            "every target counts, the paper's 16 x 4,096"
-        )
-    held_out = [result["held_out"] for result in single]
-    assert held_out[0]["context"] == 16 and 0.8 < held_out[0]["targets"] / (2 * 64) <= 1, "as many as the windows have"
-    mean = math.exp(sum(math.log(loss["perplexity"]) for loss in held_out) / 2)
-    assert f" {mean:.4f} " in (folder / "lengths.md").read_text().replace("|", " | ")
-    with pytest.raises(SystemExit, match="windows=99 is not allowed because .* has only .* room for"):
+    for records in by(single[0].where(scope="scored"), "documents", "length").values():
+        assert sum(record["weight"] for record in records) == 2 * 8, "every target counts, the paper's 16 x 4,096"
+    held_out = [one.where(scope="held out") for one in single]
+    targets = sum(record["weight"] for record in held_out[0])
+    assert 0.8 < targets / (2 * 64) <= 1, "as many as the windows have"
+    assert f" {math.exp(sum(map(mean, held_out)) / 2):.4f} " in table
+    with pytest.raises(SystemExit, match="windows"):
         commands.call([f"checkpoint={folder}", "lengths=64", "windows=99"])

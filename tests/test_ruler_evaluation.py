@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import runpy
 import sys
@@ -14,14 +13,14 @@ import pytest
 import torch
 from short_runs import NO_PICTURES, TINY
 
-from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.data.ingredients import Ingredients
 from gsm.data.ruler import Questions
 from gsm.data.tokenizer import Tokenizer
 from gsm.evaluation import commands
-from gsm.evaluation.held_out import HeldOut
-from gsm.evaluation.ruler import Ruler, averages, complete, final_answer, score
+from gsm.evaluation.held_out import WHOLE, HeldOut
+from gsm.evaluation.records import Measured, by, mean, read
+from gsm.evaluation.ruler import Ruler, complete, final_answer, score
 from gsm.paths import ROOT
 from gsm.training.run import train
 
@@ -54,9 +53,10 @@ RIGHT = Oracle(lambda key, value: f" {value}")
 THINKS = Oracle(lambda key, value: f" told here: 99 or 10. Final answer: {value}")
 
 
-def ask(model: Any, path: Path | None = None, identity: Any = None, **options: Any) -> dict[str, Any]:
-    given = {"tasks": TASKS, "lengths": (400, 512), "examples": 5, **options}
-    return Ruler(**given).measure(model, BYTES, ingredients=SHORT, path=path, identity=identity)
+def ask(model: Any, file: Path | None = None, step: int = 0, **options: Any) -> Measured:
+    measured = Measured.opened(file, {"step": step})
+    Ruler(**{"tasks": TASKS, "lengths": (400, 512), "examples": 5, **options}).measure(model, BYTES, SHORT, measured)
+    return measured
 
 
 @pytest.mark.parametrize(
@@ -103,21 +103,21 @@ def test_of_a_chain_of_thought_only_the_final_answer_is_judged(text, answers, ju
     ],
 )
 def test_who_knows_the_needle_scores_100_and_who_says_something_else_0(say, answers, accuracy):
-    result = ask(Oracle(say), answers=answers, batch_size=2)
-    cells = result["cells"]
-    assert list(cells) == ["niah_single_1/400", "niah_single_1/512", "niah_multikey_1/400", "niah_multikey_1/512"]
-    assert [cell["accuracy"] for cell in cells.values()] == [accuracy] * 4
-    assert result["averages"]["average"] == accuracy
-    assert result["unmarked"] == (1 if say is RIGHT.say and answers == "cot" else 0)
+    found = ask(Oracle(say), answers=answers, batch_size=2).where(quantity="score")
+    cells = by(found, "task", "length")
+    assert list(cells) == [(task, length) for task in TASKS for length in (400, 512)]
+    assert [100 * (mean(records) or 0) for records in cells.values()] == [accuracy] * 4
+    assert all(record["marked"] for record in found) == (say is not RIGHT.say or answers != "cot")
 
 
 def test_every_sample_is_kept_with_what_was_said_of_it():
-    cell = ask(Oracle(lambda key, value: f" {value}\nand more"))["cells"]["niah_multikey_1/512"]
-    assert [sample["index"] for sample in cell["samples"]] == list(range(5))
-    for sample in cell["samples"]:
-        made = Questions("niah_multikey_1", BYTES, SHORT).sample(sample["index"], 512)
-        assert sample["outputs"] == list(made.outputs) and sample["tokens"] == len(made.prompt)
-        assert sample["prediction"] == f" {made.outputs[0]}\n" and sample["score"] == 1
+    found = ask(Oracle(lambda key, value: f" {value}\nand more"))
+    records = found.where(task="niah_multikey_1", length=512, quantity="score")
+    assert [record["index"] for record in records] == list(range(5))
+    for record in records:
+        made = Questions("niah_multikey_1", BYTES, SHORT).sample(record["index"], 512)
+        assert record["outputs"] == list(made.outputs) and record["tokens"] == len(made.prompt)
+        assert record["prediction"] == f" {made.outputs[0]}\n" and record["value"] == 1
 
 
 def test_an_answer_ends_with_its_text_or_if_it_is_direct_with_its_line():
@@ -137,50 +137,40 @@ class Stops(Oracle):
         return super().stream(*arguments, **options)
 
 
-def without_seconds(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_text())
-    for cell in found["cells"].values():
-        cell.pop("seconds")
-    return found
+def scores(file: Path) -> list[dict[str, Any]]:
+    return read(file)[-1].where(quantity="score")
 
 
 def test_an_interrupted_evaluation_goes_on_and_ends_with_the_same_numbers(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
-        ask(Stops(RIGHT.say), path=tmp_path / "a.json")
-    assert len(json.loads((tmp_path / "a.json").read_text())["cells"]) == 2
+        ask(Stops(RIGHT.say), tmp_path / "a.jsonl")
+    assert len(scores(tmp_path / "a.jsonl")) == 2 * 5
     again = Oracle(RIGHT.say)
-    ask(again, path=tmp_path / "a.json")
-    ask(Oracle(RIGHT.say), path=tmp_path / "b.json")
+    ask(again, tmp_path / "a.jsonl")
+    ask(Oracle(RIGHT.say), tmp_path / "b.jsonl")
     assert again.asked == 10, "only what was missing"
-    assert without_seconds(tmp_path / "a.json") == without_seconds(tmp_path / "b.json")
+    assert scores(tmp_path / "a.jsonl") == scores(tmp_path / "b.jsonl")
 
 
-def test_further_lengths_join_a_file_and_other_settings_move_it_aside(tmp_path: Path):
-    path, model = tmp_path / "ruler.json", Oracle(RIGHT.say)
-    ask(model, path=path, lengths=(400,))
-    result = ask(model, path=path, lengths=(512,))
-    assert model.asked == 20 and list(result["averages"]["by_length"]) == ["512"]
-    assert len(json.loads(path.read_text())["cells"]) == 4
-    ask(model, path=path, lengths=(400,), identity={"step": 7})
-    assert model.asked == 30 and json.loads(path.read_text())["settings"]["step"] == 7
-    assert len(json.loads((tmp_path / "ruler.previous").read_text())["cells"]) == 4
+def test_further_lengths_join_a_file_and_other_settings_have_records_of_their_own(tmp_path: Path):
+    file, model = tmp_path / "ruler.jsonl", Oracle(RIGHT.say)
+    ask(model, file, lengths=(400,))
+    result = ask(model, file, lengths=(512,))
+    assert model.asked == 20 and {record["length"] for record in result.records} == {512}
+    assert len(scores(file)) == 20
+    ask(model, file, 7, lengths=(400,))
+    assert model.asked == 30 and len(scores(file)) == 10
+    ask(model, file)
+    assert model.asked == 30
 
 
 def test_a_length_without_samples_is_refused_before_anything_is_measured(tmp_path: Path):
-    path, model = tmp_path / "ruler.json", Oracle(RIGHT.say)
-    ask(model, path=path, lengths=(400,))
-    before, asked = path.read_bytes(), model.asked
-    with pytest.raises(ValueError, match="length=20 is not allowed"):
-        ask(model, path=path, lengths=(400, 20), identity={"step": 7})
-    assert (path.read_bytes(), model.asked) == (before, asked) and list(tmp_path.iterdir()) == [path]
-
-
-def test_means_are_the_papers():
-    """Of a length over tasks, of a task over lengths, and of lengths, unweighted."""
-    given = {("a", 4096): 90.0, ("a", 8192): 100.0, ("b", 4096): 60.0, ("b", 8192): 95.0}
-    found = averages({"task": task, "length": length, "accuracy": value} for (task, length), value in given.items())
-    assert found["by_length"] == {"4096": 75.0, "8192": 97.5} and found["average"] == 86.25
-    assert found["by_task"] == {"a": 95.0, "b": 77.5}
+    file, model = tmp_path / "ruler.jsonl", Oracle(RIGHT.say)
+    ask(model, file, lengths=(400,))
+    before, asked = file.read_bytes(), model.asked
+    with pytest.raises(ValueError, match="length"):
+        ask(model, file, 7, lengths=(400, 20))
+    assert (file.read_bytes(), model.asked) == (before, asked)
 
 
 RULER = ("ruler.tasks=niah_single_2", "ruler.examples=2")
@@ -197,17 +187,21 @@ def test_a_run_is_adapted_and_asked_from_the_command_line(tmp_path: Path, capsys
     facts = train(compose([*ADAPTED, f"logs={tmp_path}"]))
     assert facts["status"] == "finished" and 0 <= facts["accuracy"] <= 1
     (result,) = Ruler(str(tmp_path), examples=2, device="cpu").evaluate()
-    assert result["asked"] == [f"niah_single_{task}/{length}" for task in (1, 2) for length in (240, 300)]
-    assert result["settings"]["new_tokens"] == 6 and result["settings"]["template"] == "short"
+    asked = [(f"niah_single_{task}", length) for task in (1, 2) for length in (240, 300)]
+    assert list(by(result.records, "task", "length")) == asked
+    questions = result.settings["questions"]
+    assert questions["new_tokens"] == 6 and questions["template"] == "short"
     capsys.readouterr()
     commands.call([f"checkpoint={tmp_path}", "device=cpu", *RULER, "ruler.lengths=[240, 300]"])
     said = capsys.readouterr().out
     assert "\nniah_single_2  " in said and "niah_single_1" not in said and "template: short" in " ".join(said.split())
     (held_out,) = HeldOut(str(tmp_path), device="cpu").evaluate()
-    assert held_out["text"]["targets"] == 2 * 4, "of each example a blank, two digits and the end"
-    with pytest.raises(SystemExit, match="lengths is '4K', but takes whole numbers"):
+    assert sum(record["weight"] for record in held_out.where(**WHOLE)) == 2 * 4, (
+        "of each example a blank, two digits and the end"
+    )
+    with pytest.raises(SystemExit, match="lengths"):
         commands.call([f"checkpoint={tmp_path}", "ruler.lengths=4K", "device=cpu"])
-    with pytest.raises(ConfigError, match="template=shrt is not allowed because it is unknown"):
+    with pytest.raises(ValueError, match="template"):
         Ruler(str(tmp_path), template="shrt", device="cpu").evaluate()
 
 

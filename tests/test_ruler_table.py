@@ -1,4 +1,4 @@
-"""RULER side by side: the paper's tables from results of several arms and seeds."""
+"""RULER side by side: the paper's tables from the records of several arms and seeds."""
 
 from __future__ import annotations
 
@@ -7,29 +7,28 @@ from typing import Any
 
 import pytest
 
-from gsm.evaluation import ruler
+from gsm.config.check import ConfigError
 from gsm.evaluation.paper import tables
-from gsm.evaluation.ruler import accuracy, averages
+from gsm.evaluation.records import Measured, by_arm
+from gsm.evaluation.ruler import Ruler
 
 TASKS = ("niah_single_1", "niah_multikey_1")
-SETTINGS = {"answers": "direct", "examples": 4, "seed": 42, "template": "short", "haystack": "h", "keys": "k"}
-SETTINGS |= {"sentences": "punkt"}
+QUESTIONS = {"examples": 4, "seed": 42, "template": "short", "haystack": "h", "keys": "k", "sentences": "punkt"}
 
 
-def made(right: dict[str, int], arm: str = "a", seed: int = 0, **settings: Any) -> dict[str, Any]:
-    """A result in which so many of 4 questions of each cell (`task/length`) are answered, the first ones."""
-    cells = {}
-    for name, count in right.items():
-        task, length = name.split("/")
-        samples = [{"index": i, "score": float(i < count), "marked": True} for i in range(4)]
-        cells[name] = {"task": task, "length": int(length), "accuracy": accuracy(samples), "samples": samples}
-    run = {"name": "logs", "arm": arm, "seed": str(seed)}
-    head = {"settings": {**SETTINGS, "run": run, "step": 9, "checkpoint": seed, **settings}, "cells": cells}
-    return {**head, "asked": list(cells), "averages": averages(cells.values()), "unmarked": 0.25}
-
-
-def everywhere(short: int, long: int, **options: Any) -> dict[str, Any]:
-    return made({f"{task}/{n}": count for task in TASKS for n, count in ((160, short), (1024, long))}, **options)
+def run(short: int, long: int, arm: str = "a", seed: int = 0, answers: str = "direct", **questions: Any) -> Measured:
+    """A run that answers so many of 4 questions of each task at two lengths, the first ones."""
+    records = [
+        {
+            **{"task": task, "length": length, "index": i, "marked": i > 0},
+            **{"quantity": "score", "value": float(i < count), "weight": 1},
+        }
+        for task in TASKS
+        for length, count in ((160, short), (1024, long))
+        for i in range(4)
+    ]
+    settings = {"model": {"answers": answers}, "questions": {**QUESTIONS, **questions}}
+    return Measured(settings, {"experiment": "logs", "arm": arm, "seed": seed}, records)
 
 
 def test_the_papers_averages_are_those_of_its_lengths_and_tasks():
@@ -41,43 +40,36 @@ def test_the_papers_averages_are_those_of_its_lengths_and_tasks():
 
 
 def test_arms_become_the_papers_tables_with_means_and_spreads_over_seeds():
-    arms = {
-        "direct": {0: everywhere(4, 2), 1: everywhere(4, 4, seed=1)},
-        "cot": {0: everywhere(4, 4, arm="cot", answers="cot")},
-    }
-    lengths, tasks, apart = ruler.tables(arms, tables()["ruler"])
+    arms = by_arm([run(4, 2), run(4, 4, seed=1), run(4, 4, "cot", answers="cot")])
+    lengths, tasks, apart = Ruler().tables(arms)
     assert lengths == [
-        ["length, %", "direct", "cot", "paper: direct", "paper: cot"],
+        ["length, %", "a", "cot", "paper: direct", "paper: cot"],
         ["160", "100.00 +- 0.00", "100.00", "-", "-"],
         ["1K", "75.00 +- 35.36", "100.00", "-", "-"],
         ["Avg.", "87.50 +- 17.68", "100.00", "99.00", "100.00"],
     ]
     assert tasks[-1] == ["niah_multikey_1", "87.50 +- 17.68", "100.00", "97.00", "100.00"]
-    assert [row[0] for row in apart] == ["minus direct, with 95 % interval", "Avg.", *TASKS]
+    assert [row[0] for row in apart] == ["minus a, with 95 % interval", "Avg.", *TASKS]
     assert apart[1][1].startswith("+25.00 ["), "seed 0, which both have: half of the questions at one of two lengths"
+    note = "\n".join(Ruler().notes(arms))
+    assert "haystack: h; template: short; keys: k" in note and "25.0 %" in note
 
 
-def test_an_interval_is_of_paired_questions_and_cells_count_alike():
-    first, second = everywhere(2, 4), everywhere(4, 4)
-    assert ruler.apart({0: first}, {0: second}, TASKS).startswith("+25.00 [")
-    assert ruler.apart({0: first}, {0: first}, TASKS[:1]) == "+0.00 [+0.00, +0.00]"
-
-
-def test_other_questions_are_not_compared():
-    first, second = everywhere(4, 4), everywhere(4, 4, seed=1, template="ruler")
-    assert ruler.comparable([first, everywhere(0, 0, answers="cot", step=3)]) and not ruler.comparable([first, second])
-    assert ruler.apart({0: first}, {0: second}, TASKS) == "-"
-    lines = "\n".join(ruler.notes([first, everywhere(4, 4, answers="cot", template="ruler")]))
-    assert "had other questions" in lines and "in the benchmark: haystack: h; template: short; keys: k." in lines
-    assert "Chains of thought without 'Final answer:': 25.0 %." in lines
+def test_the_average_of_a_task_and_a_length_is_unweighted():
+    one = run(2, 4)
+    one.records[:1] = []  # a task with fewer questions at a length counts as the others do
+    metrics = Ruler().metrics(one)
+    assert metrics["160"] == pytest.approx(100 * (1 / 3 + 2 / 4) / 2)
+    assert metrics["average"] == pytest.approx((metrics["160"] + metrics["1024"]) / 2)
+    assert metrics["niah_single_1"] == pytest.approx(100 * (1 / 3 + 1) / 2)
 
 
 def test_runs_side_by_side_leave_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("matplotlib", reason="the extra plots is not installed")
-    results = [everywhere(4, 2), everywhere(4, 4, arm="b", answers="cot")]
-    ruler.Ruler().conclude(results, tmp_path / "ruler.json")
+    first = run(4, 2)
+    Ruler().conclude([first, run(4, 4, "b", answers="cot")], tmp_path / "ruler")
     assert "1K          50.00  100.00" in capsys.readouterr().out
     assert "| 1K | 50.00 | 100.00 | - | - |" in (tmp_path / "ruler.md").read_text()
     assert (tmp_path / "ruler.png").read_bytes().startswith(b"\x89PNG")
-    ruler.Ruler().conclude([results[0], everywhere(4, 4, arm="c", examples=5)], tmp_path / "ruler.json")
-    assert "had other questions" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="examples"):
+        Ruler().conclude([first, run(4, 4, "c", examples=5)], tmp_path / "ruler")

@@ -79,16 +79,12 @@ class Measure(ABC):
         shown = [f"![]({place.name}.png)"] if files else []
         files[".md"] = "\n\n".join([*map(grid_markdown, grids), *notes, *shown, ""]).encode()
         with writing(place):
-            write_json(place.with_suffix(".json"), {"tables": grids, "notes": notes})
+            write_json(place.with_name(f"{place.name}.json"), {"tables": grids, "notes": notes})
             for ending, content in files.items():
-                write_whole(place.with_suffix(ending), content)
-        lines = [textwrap.fill(note, WIDTH) for note in notes]
+                write_whole(place.with_name(place.name + ending), content)
+        lines = "\n".join(textwrap.fill(note, WIDTH) for note in notes)
         written = f"Written to {path_text(place)}.json, {', '.join(sorted(files))}"
-        print(
-            "\n\n".join(
-                [*map(grid_text, grids), "\n".join(lines), written] if lines else [*map(grid_text, grids), written]
-            )
-        )
+        print("\n\n".join([*map(grid_text, grids), *([lines] if lines else []), written]))
 
     def check(self, runs: Sequence[Measured]) -> None:
         """Raise ConfigError, which names the keys that differ, for runs that were asked different questions."""
