@@ -79,8 +79,8 @@ def test_a_sweep_becomes_means_spreads_and_paired_differences(place: Path, capsy
     printed = capsys.readouterr().out
     found = json.loads((place / "logs/tasks.json").read_text())
     blimp = {
-        (arm, seed): 100
-        * mean(read(folder_of(place / "logs", f"{arm}-seed{seed}") / "tasks.jsonl")[-1].where(task="blimp"))
+        (arm, seed): 100.0
+        * (mean(read(folder_of(place / "logs", f"{arm}-seed{seed}") / "tasks.jsonl")[-1].where(task="blimp")) or 0.0)
         for arm, seed in (("gsm", 0), ("gsm", 1), ("baseline", 0))
     }
     both = [blimp["gsm", seed] for seed in (0, 1)]

@@ -160,7 +160,7 @@ def test_a_folder_of_runs_becomes_a_table_and_a_picture(tmp_path: Path, capsys: 
     assert "2 windows, the last 8 targets of each" in page and "data:image/png;base64" in page
     measure = Lengths(lengths=[16, 64], windows=2, scored=8)
     single = [measure.read(folder_of(folder, f"gsm-seed{seed}"), {"seed": seed}) for seed in (0, 1)]
-    losses = [mean(one.where(documents="stream", length=64, scope="scored")) for one in single]
+    losses = [mean(one.where(documents="stream", length=64, scope="scored")) or 0.0 for one in single]
     table = (folder / "lengths.md").read_text()
     assert f" {math.exp(sum(losses) / 2):.4f} [" in table
     metrics = measure.metrics(single[0])
@@ -171,6 +171,6 @@ def test_a_folder_of_runs_becomes_a_table_and_a_picture(tmp_path: Path, capsys: 
     held_out = [one.where(scope="held out") for one in single]
     targets = sum(record["weight"] for record in held_out[0])
     assert 0.8 < targets / (2 * 64) <= 1, "as many as the windows have"
-    assert f" {math.exp(sum(map(mean, held_out)) / 2):.4f} " in table
+    assert f" {math.exp(sum(mean(records) or 0.0 for records in held_out) / 2):.4f} " in table
     with pytest.raises(SystemExit, match="windows"):
         commands.call([f"checkpoint={folder}", "lengths=64", "windows=99"])
