@@ -427,7 +427,7 @@ def test_the_numbers_without_a_part_are_those_of_the_interventions():
     for name, without in ablations(model).items():
         with without():
             out = model(batch["tokens"], documents=batch["documents"], targets=batch["targets"])
-            assert loss_of(measure(model, each(batch))) == pytest.approx(float(out.loss), rel=1e-12), name
+            assert loss_of(measure(model, each(batch))) == pytest.approx(float(out.loss.detach()), rel=1e-12), name
 
 
 def test_the_overlap_of_stages_and_encoder_is_measured_when_asked_for(runs: tuple[Path, Any], capsys):
