@@ -418,8 +418,10 @@ def test_what_the_loss_is_without_the_state_or_its_stages_is_measured_when_asked
     ]
     (again,) = HeldOut(str(folder), device="cpu").evaluate()
     assert again.records == whole.records, "nothing that was not asked for"
-    (baseline,) = HeldOut(str(runs[0] / "baseline-seed0"), ablate=True, device="cpu").evaluate()
-    assert not baseline.where(part="without") and "no shared state" in capsys.readouterr().out
+    HeldOut(str(runs[0]), ablate=True, device="cpu", output=str(runs[0].parent / "all")).evaluate()
+    table = json.loads((runs[0].parent / "all/evaluation.json").read_text())["tables"][3]
+    assert table[0][1:] == ["baseline", "gsm"] and [row[1] for row in table[2:]] == ["-"] * 4
+    assert "baseline, zeros for parts of the model: none" in capsys.readouterr().out
 
 
 def test_the_numbers_without_a_part_are_those_of_the_interventions():

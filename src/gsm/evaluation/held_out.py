@@ -398,10 +398,13 @@ def _without(arms: Arms, known: Sequence[Record]) -> list[Grid]:
     rows = {"nothing": WHOLE}
     for (name,) in by(where(known, part="without"), "removed"):
         rows[names.get(name, f"retrieval of {name}")] = {**WHOLE, "part": "without", "removed": name}
-    losses = {label: mean(runs[0].where(**keys)) for label, keys in rows.items()}
-    added = {label: [f"{loss - (losses['nothing'] or 0):+.4f}"] for label, loss in losses.items() if loss is not None}
-    columns = ["added"] if len(runs) == 1 else []
-    return [pivot("loss with zeros for", arms, rows, over_arms(4), columns, added)] if len(rows) > 1 else []
+    if len(rows) == 1:
+        return []
+    if len(runs) > 1:
+        return [pivot("loss with zeros for", arms, rows, over_arms(4))]
+    losses = {label: mean(runs[0].where(**keys)) or 0.0 for label, keys in rows.items()}
+    added = {label: [f"{loss - losses['nothing']:+.4f}"] for label, loss in losses.items()}
+    return [pivot("loss with zeros for", arms, rows, over_arms(4), ["added"], added)]
 
 
 def _overlap(arms: Arms, known: Sequence[Record]) -> list[Grid]:
