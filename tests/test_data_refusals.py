@@ -30,6 +30,7 @@ from gsm.data.tuning import divide
 from gsm.errors import ConfigError
 from gsm.evaluation import ngrams
 from gsm.evaluation.lengths import Lengths
+from gsm.evaluation.records import Measured
 from gsm.evaluation.ruler import Ruler
 from gsm.paths import ROOT
 
@@ -49,7 +50,8 @@ def examples(**options: object) -> None:
 
 
 def ruler(**options: object) -> object:
-    return Ruler(**{"template": "short", "lengths": (400,), **options}).measure(None, BYTES)
+    asked = Ruler(**{"template": "short", "lengths": (400,), **options})
+    return asked.measure(None, BYTES, asked.ingredients(), Measured({}))
 
 
 def text(**options: object) -> object:
@@ -61,7 +63,7 @@ def needles(**options: object) -> object:
 
 
 def windows(lengths: list[int], scored: int) -> object:
-    return Lengths(lengths=lengths, scored=scored).measure(None, WINDOW)
+    return Lengths(lengths=lengths, scored=scored).measure(None, WINDOW, Measured({}))
 
 
 def grams(order: int = 2, vocabulary: int = 7, **rows: list[float]) -> object:
@@ -91,8 +93,8 @@ VALUES: list[tuple[Callable[[], object], str]] = [
     (lambda: ruler(lengths=(100,)), "length=100 is not allowed because a sample of niah_single_1"),
     (lambda: ruler(lengths=(0,)), "lengths=0"),
     (lambda: ruler(examples=0), "examples=0"),
-    (lambda: ruler(tasks=("niah",)), "tasks=niah"),
-    (lambda: ruler(answers="long"), "answers=long"),
+    (lambda: ruler(tasks=("niah",)), "tasks must"),
+    (lambda: ruler(answers="long"), "answers must"),
     (lambda: text(context=1), "context=1 "),
     (lambda: text(batch_size=0), "batch_size=0 "),
     (lambda: text(validation_sequences=0), "validation_sequences=0 "),
@@ -143,9 +145,9 @@ VALUES: list[tuple[Callable[[], object], str]] = [
     (partial(StateTracking, answers="cot"), "answers must"),
     (partial(StateTracking, answers="steps", ask="end"), "ask must be every"),
     (partial(StateTracking, tested=[0]), "tested must"),
-    (lambda: windows([20, 9], 9), "lengths=[20, 9] "),
+    (lambda: windows([20, 9], 9), "lengths must"),
     (lambda: windows([20], 21), "scored=21 "),
-    (lambda: windows([40], 9), "lengths=[40] is not allowed because windows have"),
+    (lambda: windows([40], 9), "lengths must"),
     (lambda: Lengths(documents=["maybe"]), "got maybe"),
     (lambda: Lengths(documents=[]), "got nothing"),
     (lambda: grams(order=0), "n-gram order 0 is too small"),

@@ -28,7 +28,8 @@ from gsm.config.load import CheckpointError
 from gsm.config.stored import read_checkpoint
 from gsm.data.base import DataModule, require_data_module
 from gsm.data.loader import Batches
-from gsm.evaluation.held_out import HeldOut
+from gsm.evaluation.held_out import WHOLE, HeldOut
+from gsm.evaluation.records import mean
 from gsm.paths import ROOT
 from gsm.training.callbacks.checkpoints import Latest
 from gsm.training.callbacks.metrics_file import read_metrics
@@ -94,8 +95,9 @@ def test_a_data_module_of_ones_own_trains_and_a_metric_of_ones_own_is_in_every_l
     assert gsm.load_model(folder, directories=[mine]).vocabulary == 64
     monkeypatch.setenv("GSM_CONFIGS", str(mine))
     result = HeldOut(str(folder)).evaluate()[0]
-    assert result["text"]["targets"] == 16 * 23 and result["split_sequences"] == 16
-    assert result["text"]["loss"] == pytest.approx(facts["val_loss"], rel=1e-5)
+    loss = result.where(**WHOLE)
+    assert [record["weight"] for record in loss] == [23] * 16 and result.settings["questions"]["of"] == 16
+    assert mean(loss) == pytest.approx(facts["val_loss"], rel=1e-5)
     with pytest.raises(ConfigError, match="^context .*8"):
         HeldOut(str(folder), context=8).evaluate()
 

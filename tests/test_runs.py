@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,11 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             if run.config:
                 pretend(run.config)
             else:
-                measured = {"loss": 2.0, "perplexity": 7.4, "bits_per_byte": None}
-                measured |= {"place": "document", "by_position": []}
-                write_json(run.folder / "evaluation.json", {"text": measured})
+                loss = {"part": "text", "sequence": 0, "quantity": "loss", "value": 4.0, "weight": 2}
+                asked = {"split": "validation", "documents": "", "context": 32, "sequences": 1, "of": 1, "data": {}}
+                lines = {"settings": {"questions": asked}}, loss
+                run.folder.mkdir(parents=True, exist_ok=True)
+                (run.folder / "evaluation.jsonl").write_text("\n".join([*map(json.dumps, lines), "", ""]))
             return 0
 
     monkeypatch.setattr(experiments, "Child", Pretends)
@@ -209,9 +212,9 @@ def test_a_run_that_two_arms_need_is_trained_once_in_the_folder_of_the_first(
     one, two = read_runs(asked(THREE, ARMS).folder)
     assert one.parts["train"] == two.parts["train"] and one.parts["extend"] != two.parts["extend"]
     assert two.curves == one.folder.parent / one.parts["train"] / "metrics.csv"
-    together = json.loads((asked(THREE, ARMS).folder / "loss.json").read_text())["runs"]
-    assert [(result["arm"], result["text"]["loss"]) for result in together] == [("one", 2.0), ("two", 2.0)]
-    assert "2 runs; mean +- standard deviation" in capsys.readouterr().out, "as evaluate.py says of several checkpoints"
+    together = json.loads((asked(THREE, ARMS).folder / "loss.json").read_text())["tables"][0]
+    assert together[:2] == [["all targets", "one", "two"], ["loss, nats per token", "2.0000", "2.0000"]]
+    assert "2 runs: 1 of one, 1 of two" in capsys.readouterr().out, "as evaluate.py says of several checkpoints"
     del done[:]
     for arm in ("arm=two", "arm=one"):
         train_all(asked(THREE, ARMS, "name=again", arm))
@@ -299,7 +302,7 @@ def test_a_run_can_be_left_out_or_be_a_checkpoint_that_is_there(asked: Callable[
     del done[:]
     measured = asked(THREE, f"runs.extend={first}", "~runs.train")
     train_all(measured)
-    assert done == ["gsm-seed0-loss"] and summary(measured)["loss/perplexity"] == 7.4
+    assert done == ["gsm-seed0-loss"] and summary(measured)["loss/perplexity"] == math.exp(2)
 
 
 @pytest.mark.parametrize("wanted", ["{ruler: true, ruler.examples: 20}", "{ruler: {examples: 20}}", "{ruler: true}"])

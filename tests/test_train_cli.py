@@ -158,11 +158,11 @@ def test_a_model_that_diverged_is_refused_in_one_sentence(run: tuple[Path, str],
     store_model(tmp_path / "diverged", **saved)
     with pytest.raises(ConfigError, match="scores"):
         generate(str(tmp_path / "diverged"), prompt="a", max_new_tokens=2)
-    given: dict[str, Any] = {"checkpoint": str(tmp_path / "diverged"), "output": str(tmp_path / "result.json")}
+    given: dict[str, Any] = {"checkpoint": str(tmp_path / "diverged"), "output": str(tmp_path / "out")}
     for measure in (HeldOut(**given), Lengths(**given, lengths=[16, 32], windows=2)):
         with pytest.raises(ConfigError, match="losses"):
             measure.evaluate()
-    assert not (tmp_path / "result.json").exists()
+    assert {file.suffix for file in (tmp_path / "out").iterdir()} <= {".jsonl"}, "no tables"
 
 
 def test_generate_says_how_much_would_fit(run: tuple[Path, str]):

@@ -19,7 +19,8 @@ from gsm.config.load import load_tokenizer
 from gsm.config.stored import checkpoint_folder, read_checkpoint
 from gsm.evaluation.checkpoints import checkpoints, home
 from gsm.evaluation.generate import generate
-from gsm.evaluation.held_out import HeldOut
+from gsm.evaluation.held_out import WHOLE, HeldOut
+from gsm.evaluation.records import mean
 from gsm.notebook import finished_runs, load, text, trained
 
 NAMES = tuple(paths.trained())
@@ -102,5 +103,6 @@ def test_where_nothing_was_trained_there_are_runs_to_compare(tmp_path: Path, mon
 def test_the_loss_of_a_model_of_needles_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (result,) = HeldOut(checkpoint="needle_gsm", device="cpu", sequences=4).evaluate()
-    assert result["text"]["loss"] < 0.1 and result["text"]["targets"] == 40, "ten needles a sequence"
-    assert result["split_sequences"] == 4, "as many as were drawn"
+    loss = result.where(**WHOLE)
+    assert mean(loss) < 0.1 and [record["weight"] for record in loss] == [10] * 4, "ten needles a sequence"
+    assert result.settings["questions"]["of"] == 4, "as many as were drawn"

@@ -21,7 +21,8 @@ from gsm.data.synthetic import SyntheticData
 from gsm.data.tokenizer import Tokenizer
 from gsm.data.tuning import Ranges
 from gsm.evaluation import tracking
-from gsm.evaluation.held_out import _title
+from gsm.evaluation.held_out import _text
+from gsm.evaluation.records import Measured
 from gsm.paths import variants
 
 BYTES = Tokenizer.plain_bytes()
@@ -181,10 +182,10 @@ def test_words_that_a_model_is_tested_with_after_training_are_others_too(monkeyp
 
 
 def test_what_is_measured_of_an_attempt_is_not_called_validation():
-    result: dict[str, Any] = {"experiment": "x", "arm": "gsm", "seed": 0, "step": 1, "context": 8, "documents": ""}
-    result |= {"split": "validation", "text": {"sequences": 1, "targets": 2}}
-    assert "step 1: tuning of books" in _title({**result, "data": {"corpus": "books", "held_out": "tuning"}})
-    assert "step 1: validation of books" in _title({**result, "data": {"corpus": "books"}})
+    asked = {"split": "validation", "sequences": 1, "context": 8, "documents": ""}
+    tuning = {"corpus": "books", "held_out": "tuning"}
+    assert _text(Measured({"questions": {**asked, "data": tuning}})).startswith("tuning of books")
+    assert _text(Measured({"questions": {**asked, "data": {"corpus": "books"}}})).startswith("validation of books")
 
 
 @pytest.mark.parametrize("name", variants("data"))

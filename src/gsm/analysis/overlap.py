@@ -61,7 +61,7 @@ def measure(
         without any overlap.
     """
     rows = []
-    for length in sorted(set(lengths) or {max(1, context // 4), max(1, context // 2), context, 2 * context}):
+    for length in sorted(set(lengths) or around(context)):
         try:
             batches = sequences(length)
         except ValueError:  # too long for the text that there is, or too short for the task
@@ -83,6 +83,27 @@ def measure(
         "by_length": rows,
         **taken_over,
     }
+
+
+def around(context: int) -> set[int]:
+    """Return a quarter of the context, half of it, all, twice it."""
+    return {max(1, context // 4), max(1, context // 2), context, 2 * context}
+
+
+def records(model: LanguageModel, sequences: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Any]]:
+    """Return the overlap of each ``stage`` on sequences of one length, and ``chance``, as records: sums over queries.
+
+    Where all stages take the selection over, they also have ``by_construction``: true. Empty without any query that
+    counts.
+    """
+    stages = {stage: overlap_N for stage, overlap_N in overlaps(model, sequences).items() if len(overlap_N)}
+    if not stages:
+        return []
+    taken_over = {} if selects_for_itself(model) else {"by_construction": True}
+    found = {"quantity": "overlap", **taken_over}
+    parts = [{"stage": n, **found, "value": float(one_N.sum()), "weight": len(one_N)} for n, one_N in stages.items()]
+    queries, by_chance = max(map(len, stages.values())), chance(model, sequences) or 0.0
+    return [*parts, {"quantity": "chance", "value": by_chance * queries, "weight": queries}]
 
 
 def chance(model: LanguageModel, sequences: Sequence[Mapping[str, Tensor]]) -> float | None:

@@ -30,7 +30,7 @@ from gsm.evaluation import paper
 from gsm.evaluation.checkpoints import Trained, home, progress
 from gsm.evaluation.losses import measure
 from gsm.evaluation.measure import Measure
-from gsm.evaluation.records import Arms, Cell, Measured, Record, by, error, mean, pivot, where
+from gsm.evaluation.records import Arms, Cell, Measured, Record, Rows, by, error, mean, over_arms, pivot, where
 from gsm.files import read_json
 from gsm.intervals import over_seeds
 from gsm.models.gsm import GSM
@@ -38,6 +38,7 @@ from gsm.tables import Grid
 from gsm.training.module import next_tokens
 
 SPLITS = ("validation", "train")
+SPAN = ("first", "last")  # of a bucket
 READ = ("tokenizer", "tokenizer_vocabulary")  # of the description of data
 WHOLE: dict[str, Any] = {"part": "text", "by": None, "quantity": "loss"}  # of all targets
 
@@ -112,19 +113,19 @@ class HeldOut(Measure):
                 return where(losses(part["removed"]), by=None)
 
         def overlap(part: Record) -> list[Record]:
-            measured = overlaps.measure(model, of_length, data.context, self.overlap_lengths)
-            rows = measured.pop("by_length") if measured else []
-            whole = {"quantity": "overlap", "value": measured and measured["mean"], "weight": 1}
-            return [{**whole, **(measured or {})}, *({**row, "quantity": "overlap by length"} for row in rows)]
-
-        def of_length(length: int) -> Sequence[Mapping[str, Tensor]]:
-            return data.of_length(length, most=self.sequences or overlaps.SEQUENCES, split=self.split)
+            try:
+                rows = data.of_length(part["length"], most=part["sequences"], split=self.split)
+            except ValueError:  # too long for the text that there is, or too short for the task
+                if self.overlap_lengths:
+                    raise
+                return []
+            return overlaps.records(model, rows)
 
         whole = getattr(data, f"{self.split}_set", None)  # not sized where sequences are drawn without end
         questions = {
             **{"split": self.split, "documents": getattr(data, "documents", None), "context": data.context},
             **{"sequences": count, "of": (len(whole) if isinstance(whole, Sized) else 0) or count},
-            **{"outside": list(self.outside), "overlap": self.overlap, "overlap_lengths": list(self.overlap_lengths)},
+            "outside": list(self.outside),
             "data": data.description([self.split]) if isinstance(data, TextData) else data.description(),
         }
         measured = trained.measured(file, questions)
@@ -134,7 +135,9 @@ class HeldOut(Measure):
             if removable:
                 measured.fill([{"part": "without", "removed": name} for name in removable], without)
             if self.overlap or self.overlap_lengths:
-                measured.fill([{"part": "overlap"}], overlap)
+                lengths = sorted(set(self.overlap_lengths) or overlaps.around(data.context))
+                most = self.sequences or overlaps.SEQUENCES
+                measured.fill([{"part": "overlap", "sequences": most, "length": length} for length in lengths], overlap)
         return measured
 
     def check(self, runs: Sequence[Measured]) -> None:
@@ -142,36 +145,46 @@ class HeldOut(Measure):
 
     def tables(self, arms: Arms) -> list[Grid]:
         """Return the losses of arms: of all targets, by position, by the distance of their bigram, with zeros for parts
-        of the model; and the overlap of a single run."""
+        of the model; and the overlap of stages and encoder."""
         runs = [one for seeds in arms.values() for one in seeds.values()]
         known = [record for one in runs for record in one.records]
-        bits = {**WHOLE, "quantity": "bits"}
-        rows = {"loss": WHOLE} | ({"bits per byte": bits} if where(known, **bits) else {})
-        whole = pivot("held out", arms, rows, _cell(4))
-        grids = [[*whole, *pivot("", arms, {"perplexity": WHOLE}, _cell(2, perplexity))[1:]]]
+        cell, bits = _with_error if len(runs) == 1 else over_arms, {**WHOLE, "quantity": "bits"}
+        rows = {"loss, nats per token": WHOLE} | ({"bits per byte": bits} if where(known, **bits) else {})
+        whole = pivot("all targets", arms, rows, cell(4))
+        grids = [[*whole, *pivot("", arms, {"perplexity": WHOLE}, _perplexity)[1:]]]
         for title, key in (("place in the document", "position"), ("tokens since its bigram", "bigram")):
-            spans = sorted(by(where(known, by=key, quantity="loss"), "first", "last"))
-            rows = {_span(*span): {"by": key, "first": span[0]} for span in spans}
-            if key == "bigram" and spans:
-                rows = {"new": rows.pop("0", {}), "seen before": {"by": key, "seen": True}} | rows
-            grids += [pivot(f"loss, {title}", arms, rows, _cell(3))] if rows else []
-        removed = [name for (name,) in by(where(known, part="without"), "removed")]
-        names = {"state": "state, but a row's own z"}
-        rows = {names.get(x, f"retrieval of {x}"): {**WHOLE, "part": "without", "removed": x} for x in removed}
-        grids += [pivot("loss with zeros for", arms, {"nothing": WHOLE, **rows}, _cell(4))] if rows else []
-        if len(runs) == 1 and (found := runs[0].where(part="overlap")):
-            facts = {**found[0], "by_length": found[1:]} if found[1:] else None
-            grids.append(overlaps.grid(facts, paper.tables()["overlap"]["by_length"]))
-        return grids
+            rows = {_span(*span): {"by": key, "first": span[0]} for span in sorted(by(where(known, by=key), *SPAN))}
+            if key == "bigram" and rows:
+                rows.pop("0", None)
+                rows = {"new": {"by": key, "seen": False}, "seen before": {"by": key, "seen": True}} | rows
+            grids += [pivot(f"loss, {title}", arms, rows, cell(3), ["targets"], _targets(runs, rows))] if rows else []
+        return [*grids, *_without(arms, known), *_overlap(arms, known)]
 
     def notes(self, arms: Arms) -> list[str]:
         """Return sentences on the text, and on runs that do not compare."""
         runs = [one for seeds in arms.values() for one in seeds.values()]
         asked = [one.settings["questions"] for one in runs]
+        notes = [*dict.fromkeys(_text(one) for one in runs)]
         if len(runs) == 1:
-            other = self.data or self.path
-            return [*_title(runs[0]), *(_share(asked[0]) if other else _caution(runs[0]))]
-        notes = [f"{len(runs)} runs; mean +- standard deviation between the runs of an arm"]
+            run = runs[0].run
+            step = f", step {run['step']}" if "step" in run else ""  # an experiment knows it by its runs
+            notes[0] = f"{run['experiment']}/{run['arm']}-seed{run['seed']}{step}: {notes[0]}"
+            notes.append("+- is the standard error over sequences")
+        else:
+            count = ", ".join(f"{len(seeds)} of {arm}" for arm, seeds in arms.items())
+            notes.append(f"{len(runs)} runs: {count}; mean +- standard deviation between the runs of an arm")
+        notes += dict.fromkeys(
+            line for one in runs for line in (_share(one) if self.data or self.path else _caution(one))
+        )
+        for asked_for, part, lacking in (
+            (self.ablate, "without", "zeros for parts of the model: none, as it has no shared state"),
+            (
+                self.overlap or self.overlap_lengths,
+                "overlap",
+                "overlap: none, as nothing is selected, or no query has a choice",
+            ),
+        ):
+            notes += [f"{one.run['arm']}, {lacking}" for one in runs if asked_for and not one.where(part=part)]
         if len(treated := dict.fromkeys(str(each["documents"]) for each in asked)) > 1:
             notes.append(f"Compare with care: documents are {' in some and '.join(treated)} in others. Use documents=")
         read = dict.fromkeys(" ".join(str(each["data"].get(key)) for key in READ) for each in asked)
@@ -186,12 +199,13 @@ class HeldOut(Measure):
         """Return `loss`, `perplexity`, `bits_per_byte`, `by_document`, the mean `overlap` of the stages, its
         `chance` and each `overlap/<length>/<stage>`; `bigram/new` and `bigram/seen`: the losses of tokens that
         complete a bigram new to the document, and one seen before in it; `without/<part>`: the loss without it."""
-        values = _whole(measured)
+        values, overlap = _whole(measured), measured.where(part="overlap")
         values["by_document"] = _by_document(measured)
-        for record in measured.where(quantity="overlap"):
-            values |= {"overlap": record["value"], "chance": record.get("chance")}
-        for record in measured.where(quantity="overlap by length"):
-            values |= {f"overlap/{record['length']}/{n}": value for n, value in enumerate(record["stages"], 1)}
+        at_context = where(overlap, length=measured.settings["questions"]["context"])
+        values["overlap"] = mean(where(at_context, quantity="overlap"), ["stage"])
+        values["chance"] = mean(where(at_context, quantity="chance"))
+        for (length, stage), records in by(where(overlap, quantity="overlap"), "length", "stage").items():
+            values[f"overlap/{length}/{stage}"] = mean(records)
         for name, seen in {"new": False, "seen": True}.items():
             values[f"bigram/{name}"] = mean(measured.where(by="bigram", seen=seen))
         for (part,), records in by(measured.where(part="without"), "removed").items():
@@ -304,20 +318,20 @@ def read_documents(names: Sequence[str]) -> None:
             raise ConfigError(f"documents must be {' or '.join(DOCUMENTS)}, got {name}")
 
 
-def _title(one: Measured) -> list[str]:
-    run, asked = one.run, one.settings["questions"]
+def _text(one: Measured) -> str:
+    asked = one.settings["questions"]
     split = asked["data"].get("held_out", "validation") if asked["split"] == "validation" else asked["split"]
     of = asked["data"].get("corpus") or asked["data"].get("task") or "its data"
-    targets = sum(record["weight"] for record in one.where(**WHOLE))
-    return [
-        f"{run['experiment']}/{run['arm']}-seed{run['seed']}, step {run['step']}: {split} of {of}, "
-        f"{asked['sequences']:,} sequences of {asked['context']:,} tokens, {targets:,} targets"
+    return (
+        f"{split} of {of}, {asked['sequences']:,} sequences of {asked['context']:,} tokens, "
+        f"{_weight(one.where(**WHOLE)):,} targets"
         + (f", documents: {asked['documents']}" if asked["documents"] else "")
-    ]
+    )
 
 
-def _share(asked: Mapping[str, Any]) -> list[str]:
+def _share(one: Measured) -> list[str]:
     """Return a line on the measured part of other text: training would hold out only a part of it."""
+    asked = one.settings["questions"]
     data, split = asked["data"], asked["split"]
     if f"{split}_files" not in data:
         return []
@@ -329,10 +343,12 @@ def _share(asked: Mapping[str, Any]) -> list[str]:
 
 def _caution(one: Measured) -> list[str]:
     """Return a line where the text is another one than that of the run's own numbers."""
+    if "checkpoint" not in one.run:  # of an experiment, where each run is measured by a process of its own
+        return []
     before = (read_json(home(Path(one.run["checkpoint"])) / "summary.json") or {}).get("data")
     if not isinstance(before, dict) or before.get("digest") in (None, one.settings["questions"]["data"].get("digest")):
         return []
-    return ["This is not the text that the run validated on: it has another digest."]
+    return ["This is not the text that the run validated on: it has another digest"]
 
 
 def _whole(one: Measured) -> dict[str, Any]:
@@ -356,17 +372,58 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-def _cell(digits: int, show: Callable[[float], float] | None = None) -> Cell:
-    """Return a cell with the mean over runs and their standard deviation, or for one run its standard error."""
+def _with_error(digits: int) -> Cell:
+    """Return a cell with the mean of a run and its standard error over sequences."""
+    return lambda seeds: replace(over_seeds(map(mean, seeds)), spread=error(seeds[0])).text(digits)
 
-    def cell(seeds: Sequence[Sequence[Record]]) -> str:
-        means = [mean(records) for records in seeds]
-        shown = over_seeds(show(value) if show and value is not None else value for value in means)
-        if len(seeds) == 1 and not show:
-            shown = replace(shown, spread=error(seeds[0]))
-        return shown.text(digits)
 
-    return cell
+def _perplexity(seeds: Sequence[Sequence[Record]]) -> str:
+    return over_seeds(None if (loss := mean(records)) is None else perplexity(loss) for records in seeds).text(2)
+
+
+def _weight(records: Iterable[Record]) -> int:
+    return sum(record["weight"] for record in records)
+
+
+def _targets(runs: Sequence[Measured], rows: Rows) -> dict[str, list[str]]:
+    """Return the number of targets of every row; ``-`` where it is not the same in all runs."""
+    counts = {label: {_weight(one.where(**keys)) for one in runs} for label, keys in rows.items()}
+    return {label: [f"{min(count):,}" if len(count) == 1 else "-"] for label, count in counts.items()}
+
+
+def _without(arms: Arms, known: Sequence[Record]) -> list[Grid]:
+    """Return the loss with zeros for parts of the model; for a single run also what they add to it."""
+    runs = [one for seeds in arms.values() for one in seeds.values()]
+    names = {"state": "state, but a row's own z"}
+    rows = {"nothing": WHOLE}
+    for (name,) in by(where(known, part="without"), "removed"):
+        rows[names.get(name, f"retrieval of {name}")] = {**WHOLE, "part": "without", "removed": name}
+    if len(rows) == 1:
+        return []
+    if len(runs) > 1:
+        return [pivot("loss with zeros for", arms, rows, over_arms(4))]
+    losses = {label: mean(runs[0].where(**keys)) or 0.0 for label, keys in rows.items()}
+    added = {label: [f"{loss - losses['nothing']:+.4f}"] for label, loss in losses.items()}
+    return [pivot("loss with zeros for", arms, rows, over_arms(4), ["added"], added)]
+
+
+def _overlap(arms: Arms, known: Sequence[Record]) -> list[Grid]:
+    """Return the overlap by length and stage: of a single run beside the paper's."""
+    found, runs = where(known, part="overlap"), [one for seeds in arms.values() for one in seeds.values()]
+    if found and len(runs) == 1:
+        rows = [
+            {
+                "length": length,
+                "chance": mean(where(records, quantity="chance")),
+                "stages": [mean(stage) for stage in by(where(records, quantity="overlap"), "stage").values()],
+            }
+            for (length,), records in sorted(by(found, "length").items())
+        ]
+        facts = {"by_length": rows, "by_construction": any(record.get("by_construction") for record in found)}
+        return [overlaps.grid(facts, paper.tables()["overlap"]["by_length"])]
+    keys = sorted(by(where(found, quantity="overlap"), "length", "stage"))
+    rows = {f"{length:,} tokens, stage {stage}": {"length": length, "stage": stage} for length, stage in keys}
+    return [pivot("overlap with the encoder, %", arms, rows, over_arms(1, 100))] if rows else []
 
 
 def _span(first: int, last: int) -> str:

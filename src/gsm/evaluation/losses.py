@@ -69,15 +69,17 @@ def measure(
     if not parts[1].sum():
         raise ValueError("no sequence has a target to evaluate (all are ignored); give longer documents")
     records: list[Record] = []
+    has_bytes = bool(bytes_S.sum() > 0)
     for number, count in enumerate(bytes_S.tolist()):
         unit = {"sequence": number} | ({} if document_S is None else {"document": int(document_S[number])})
         nats, targets = float(parts[0][number].sum()), int(parts[1][number].sum())
         records.append({**unit, "quantity": "loss", "value": nats, "weight": targets})
-        if count:
+        if has_bytes:
             records.append({**unit, "quantity": "bits", "value": nats / math.log(2), "weight": int(count)})
         for by, loss_SP, count_SP in (("position", *parts[:2]), ("bigram", *parts[2:])):
             for p in count_SP[number].nonzero().flatten().tolist():
-                span = {"by": by, "first": (1 << p) >> 1, "last": max(0, (1 << p) - 1), "seen": p > 0}
+                span = {"by": by, "first": (1 << p) >> 1, "last": max(0, (1 << p) - 1)}
+                span |= {"seen": p > 0} if by == "bigram" else {}
                 value, weight = float(loss_SP[number, p]), int(count_SP[number, p])
                 records.append({**unit, **span, "quantity": "loss", "value": value, "weight": weight})
     return records
