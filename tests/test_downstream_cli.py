@@ -110,11 +110,11 @@ def test_it_goes_on_where_it_was_and_says_when_it_cannot(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["tasks=piqua"], "unknown task 'piqua'; did you mean piqa"),
-        (["tasks=piqa", "data=/nowhere"], r"tasks: /nowhere lacks piqa_validation.jsonl \(or .jsonl.xz\) of piqa"),
-        (["tasks=piqa", "limit=-1"], "limit=-1 is not allowed because it is below 0"),
-        (["tasks=piqa", "batch_size=0"], "batch_size=0 is not allowed because it is below 1"),
-        (["tasks=piqa", "output=/proc/none"], "/proc/none/tasks.json cannot be written"),
+        (["tasks=piqua"], "'piqua'.*piqa"),
+        (["tasks=piqa", "data=/nowhere"], "tasks.*/nowhere.*piqa_validation.jsonl"),
+        (["tasks=piqa", "limit=-1"], "limit .*got -1"),
+        (["tasks=piqa", "batch_size=0"], "batch_size .*got 0"),
+        (["tasks=piqa", "output=/proc/none"], "/proc/none/tasks.json"),
     ],
 )
 def test_it_explains_what_it_cannot_use(place: Path, given: list[str], said: str):
@@ -125,8 +125,8 @@ def test_it_explains_what_it_cannot_use(place: Path, given: list[str], said: str
 def test_a_harness_that_is_missing_is_said_before_anything_is_trained_for_it(monkeypatch: pytest.MonkeyPatch):
     measure = commands.parse(["tasks=paper"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"is not installed. Use pip install .* -e '\.\[eval\]'"):
+    with pytest.raises(ConfigError, match=r"\.\[eval\]"):
         measure.require()
-    with pytest.raises(ConfigError, match="is not installed. Use"):
+    with pytest.raises(ConfigError, match=r"\.\[eval\]"):
         measure.evaluate()
     commands.parse(["context=16"]).require()  # held-out loss needs nothing

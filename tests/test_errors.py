@@ -64,4 +64,5 @@ def test_a_missing_folder_of_yamls_is_named(tmp_path: Path, processes: Any):
 def test_the_jobs_of_a_sweep_after_one_that_fails_are_started(tmp_path: Path, processes: Any):
     done = typed(processes, tmp_path, "train.py", "-m", "seed=-1,-2", f"logs={tmp_path / 'logs'}")
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert [line.partition(" is")[0] for line in done.stderr.splitlines()[:2]] == ["error: seed=-1", "error: seed=-2"]
+    said = done.stderr.splitlines()[:2]
+    assert all(line.startswith("error: seed ") and line.endswith(f"got {-n}") for n, line in enumerate(said, 1)), said

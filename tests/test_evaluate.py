@@ -193,11 +193,11 @@ def test_one_sequence_has_no_error_and_the_mode_of_the_model_stays():
 def test_nothing_to_measure_is_said():
     model, batch = build("gsm-writer=additive"), batch_of()
     batch["targets"][:] = -100
-    with pytest.raises(ValueError, match="no sequence has a target"):
+    with pytest.raises(ValueError, match="target"):
         measure(model, each(batch))
-    with pytest.raises(ValueError, match="there are no sequences"):
+    with pytest.raises(ValueError, match="sequences"):
         measure(model, [])
-    with pytest.raises(ValueError, match="batch_size=0 is not allowed because it is below 1"):
+    with pytest.raises(ValueError, match="^batch_size "):
         measure(model, [], batch_size=0)
 
 
@@ -280,17 +280,17 @@ def test_a_checkpoint_alone_is_enough(runs: tuple[Path, list[dict[str, Any]]], t
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["split=test"], "split must be validation or train, got test"),
-        (["context=1"], "context=1 is not allowed because it is below 2"),
-        (["sequences=-1"], "sequences=-1 is not allowed because it is below 1"),
-        (["outside=16"], "outside must"),
-        (["outside=1,99999999"], "data: context=99999999 is not allowed because"),
-        (["context=999999"], "data: context=999999 is not allowed because"),
-        (["device=abacus"], "device is 'abacus', but PyTorch cannot use it"),
+        (["split=test"], "split .*got test"),
+        (["context=1"], "context .*got 1"),
+        (["sequences=-1"], "sequences .*got -1"),
+        (["outside=16"], "outside "),
+        (["outside=1,99999999"], "data: context .*got 99999999"),
+        (["context=999999"], "data: context .*got 999999"),
+        (["device=abacus"], "device .*abacus"),
         (["data=stdlip"], ".*data/stdlip"),
         (["path=/nowhere/at/all"], "data: .*nowhere"),
-        (["chekpoint=x"], "unknown argument 'chekpoint'; did you mean checkpoint"),
-        (["output=/proc/nothing/evaluation.json"], "/proc/nothing/evaluation.json cannot be written"),
+        (["chekpoint=x"], ".*'chekpoint'.*checkpoint"),
+        (["output=/proc/nothing/evaluation.json"], "/proc/nothing/evaluation.json"),
     ],
 )
 def test_it_explains_what_it_cannot_use(runs: tuple[Path, list[dict[str, Any]]], given: list[str], said: str):
@@ -299,7 +299,7 @@ def test_it_explains_what_it_cannot_use(runs: tuple[Path, list[dict[str, Any]]],
 
 
 def test_a_folder_without_runs_is_explained(tmp_path: Path):
-    with pytest.raises(SystemExit, match="^error: no checkpoint in .* none of a run below it"):
+    with pytest.raises(SystemExit, match="^error: .*checkpoint"):
         commands.call([f"checkpoint={tmp_path}"])
 
 
@@ -378,7 +378,7 @@ def test_the_overlap_of_stages_and_encoder_is_measured_when_asked_for(runs: tupl
     (whole,) = asked.evaluate()
     assert whole["documents"] == "stream" and whole["text"]["targets"] == whole["text"]["sequences"] * whole["context"]
     assert [row["length"] for row in whole["overlap"]["by_length"]] == [16, 64]
-    with pytest.raises(SystemExit, match="overlap_lengths is '4k', but takes whole numbers"):
+    with pytest.raises(SystemExit, match="overlap_lengths .*'4k'"):
         commands.call([checkpoint, "overlap_lengths=4k"])
-    with pytest.raises(SystemExit, match="overlap is 'perhaps', but takes true or false"):
+    with pytest.raises(SystemExit, match="overlap .*'perhaps'"):
         commands.call([checkpoint, "overlap=perhaps"])

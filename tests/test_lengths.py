@@ -136,7 +136,7 @@ def test_lengths_are_read_as_a_list_or_a_range():
     assert whole_numbers("4096:65536") == list(Lengths().lengths)
     assert commands.choose(["checkpoint=x", "lengths=paper"]) == (Lengths, ["checkpoint=x"])
     for wrong in ("4k", "256:1000", "1:2:3:4", "512:256", "0,1"):
-        with pytest.raises(SystemExit, match=f"lengths is '{wrong}', but takes whole numbers"):
+        with pytest.raises(SystemExit, match=f"lengths .*'{wrong}'"):
             commands.call(["checkpoint=x", f"lengths={wrong}"])
 
 

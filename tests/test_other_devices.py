@@ -29,7 +29,7 @@ def test_another_accelerator_is_refused(accelerator: str):
 
 @pytest.mark.parametrize("device", ["mps", "mps:0", "xpu"])
 def test_another_device_of_a_command_is_refused(device: str):
-    with pytest.raises(ConfigError, match=f"^device={device} is not allowed because"):
+    with pytest.raises(ConfigError, match=f"^device .*{device}"):
         usable(device)
 
 
@@ -37,5 +37,5 @@ def test_a_model_refuses_tokens_on_another_device(monkeypatch: pytest.MonkeyPatc
     """The CPU plays the untried device."""
     model = build("gsm")
     monkeypatch.setattr(checks, "DEVICES", ("cuda",))
-    with pytest.raises(ValueError, match="tokens on cpu are not allowed because this device is untested. Move"):
+    with pytest.raises(ValueError, match="^tokens .*cpu"):
         model(torch.zeros(1, 3, dtype=torch.int64))

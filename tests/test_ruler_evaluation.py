@@ -170,7 +170,7 @@ def test_a_length_without_samples_is_refused_before_anything_is_measured(tmp_pat
     path, model = tmp_path / "ruler.json", Oracle(RIGHT.say)
     ask(model, path=path, lengths=(400,))
     before, asked = path.read_bytes(), model.asked
-    with pytest.raises(ValueError, match="length=20 is not allowed"):
+    with pytest.raises(ValueError, match="^length .*got 20"):
         ask(model, path=path, lengths=(400, 20), identity={"step": 7})
     assert (path.read_bytes(), model.asked) == (before, asked) and list(tmp_path.iterdir()) == [path]
 
@@ -205,9 +205,9 @@ def test_a_run_is_adapted_and_asked_from_the_command_line(tmp_path: Path, capsys
     assert "\nniah_single_2  " in said and "niah_single_1" not in said and "template: short" in " ".join(said.split())
     (held_out,) = HeldOut(str(tmp_path), device="cpu").evaluate()
     assert held_out["text"]["targets"] == 2 * 4, "of each example a blank, two digits and the end"
-    with pytest.raises(SystemExit, match="lengths is '4K', but takes whole numbers"):
+    with pytest.raises(SystemExit, match="lengths .*'4K'"):
         commands.call([f"checkpoint={tmp_path}", "ruler.lengths=4K", "device=cpu"])
-    with pytest.raises(ConfigError, match="template=shrt is not allowed because it is unknown"):
+    with pytest.raises(ConfigError, match="template .*shrt"):
         Ruler(str(tmp_path), template="shrt", device="cpu").evaluate()
 
 
@@ -216,5 +216,5 @@ def test_the_script_takes_its_names_with_ruler_before_them(monkeypatch: pytest.M
     runpy.run_path(str(ROOT / "evaluate.py"), run_name="__main__")
     assert "ruler.examples=20" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["evaluate.py", "checkpoint=none", "ruler.lenths=5"])
-    with pytest.raises(SystemExit, match="unknown argument 'lenths'; did you mean lengths"):
+    with pytest.raises(SystemExit, match="'lenths'.*lengths"):
         runpy.run_path(str(ROOT / "evaluate.py"), run_name="__main__")

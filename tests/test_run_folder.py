@@ -73,9 +73,9 @@ def trained_on(folder: Path, path: Path, **changes: Any) -> dict[str, Any]:
 def test_an_unfinished_run_goes_on_only_with_its_own_text(tmp_path: Path):
     last = leave(tmp_path / "run")
     assert begin(config(tmp_path / "run"), TEXT) == Begin(last, 7, own=True)
-    with pytest.raises(ConfigError, match=r"run differs in the data's corpus \(a{12}\.\.\. there, c{12}\.\.\. here\)"):
+    with pytest.raises(ConfigError, match="corpus .*a{12}.*c{12}"):
         begin(config(tmp_path / "run"), OTHER)
-    with pytest.raises(ConfigError, match=r"start_fresh .* the data's corpus \(a{12}"):
+    with pytest.raises(ConfigError, match="^start_fresh .*corpus"):
         begin(trained_on(tmp_path / "other", last), OTHER)
     assert last.is_dir()
 
@@ -88,7 +88,7 @@ def test_a_text_that_has_moved_is_the_same_run(tmp_path: Path):
     assert address(elsewhere) == address(config(folder))
     assert finished(config(folder), lambda: pytest.fail("the same path"))
     assert finished(elsewhere, lambda: TEXT)
-    with pytest.raises(ConfigError, match="the data's corpus"):
+    with pytest.raises(ConfigError, match="corpus"):
         finished(elsewhere, lambda: OTHER)
 
 
@@ -115,9 +115,7 @@ def test_a_damaged_step_has_a_remedy(tmp_path: Path):
     before = leave(tmp_path / "run")
     last = leave(tmp_path / "run", global_step=9)
     (last / "model.safetensors").write_bytes(b"half")
-    with pytest.raises(
-        CheckpointError, match=f"remove .*run to start over, or .*{last.name} to go on from {before.name}"
-    ):
+    with pytest.raises(CheckpointError, match=f"remove .*{last.name} .*{before.name}"):
         begin(config(tmp_path / "run"), TEXT)
 
 
@@ -147,7 +145,7 @@ def test_a_run_that_is_shorter_than_the_step_it_begins_with_is_refused(tmp_path:
 
 
 def test_a_model_alone_is_not_trained_on(tmp_path: Path):
-    with pytest.raises(CheckpointError, match="model alone"):
+    with pytest.raises(CheckpointError, match="needle_gsm"):
         begin(trained_on(tmp_path / "run", Path("needle_gsm")), TEXT)
 
 

@@ -208,9 +208,9 @@ def test_explain_has_the_choice_and_its_reason():
         mhc_boundary(**hyper_connection())
         mhc_boundary(**cast(hyper_connection(streams=2), torch.float32))
     assert [name for _, name in heard] == ["numba", "reference", "reference"]
-    with using("numba"), pytest.raises(RuntimeError, match="computes in float32, which is too coarse for float64"):
+    with using("numba"), pytest.raises(RuntimeError, match="float64"):
         mhc_boundary(**hyper_connection())
-    with using("numba"), pytest.raises(RuntimeError, match="made for 4 streams, got 2"):
+    with using("numba"), pytest.raises(RuntimeError, match="4 streams, got 2"):
         mhc_boundary(**cast(hyper_connection(streams=2), torch.float32))
 
 
