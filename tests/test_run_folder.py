@@ -12,7 +12,6 @@ import subprocess
 import sys
 from functools import lru_cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,9 +26,7 @@ from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import CheckpointError
 from gsm.config.stored import checkpoint_folder, digest, named, origin
-from gsm.evaluation.generate import generate
 from gsm.training import run as fit
-from gsm.training.callbacks.checkpoints import Latest
 from gsm.training.callbacks.interruption import Interrupted
 from gsm.training.callbacks.metrics_file import MetricsFile
 from gsm.training.folder import Begin, begin, compared_with_last, finished, held, note
@@ -237,44 +234,11 @@ def test_a_text_shorter_than_a_sequence_is_one_sentence(tmp_path: Path):
         fit.open_data({"data": data})
 
 
-def test_a_save_that_takes_long_is_not_repeated_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """With a checkpoint of minutes and minutes=2, half of the time went into saving."""
-    now, saves = [0.0], []
-    monkeypatch.setattr("gsm.training.callbacks.checkpoints.time.monotonic", lambda: now[0])
-
-    def save(path: Path, weights_only: bool) -> None:
-        now[0] += 60.0
-        saves.append(now[0])
-
-    strategy = SimpleNamespace(broadcast=lambda value: value)
-    trainer: Any = SimpleNamespace(global_step=1, loggers=[], save_checkpoint=save, strategy=strategy)
-    latest = Latest(tmp_path, minutes=2)
-    trainer.callbacks, trainer.is_global_zero = [latest], True
-    latest.on_train_start(trainer, trainer)
-    while now[0] < 3000:
-        now[0] += 10.0
-        trainer.global_step += 1
-        latest.on_train_batch_start(trainer, trainer, None, 0)
-    assert saves == [190.0, 1460.0, 2730.0], "once after two minutes, then a minute in every twenty-one"
-
-
 def test_the_exit_code_is_that_of_the_signal_also_before_training_begins():
     """Lightning has its own handlers until then, and a SIGTERM was reported as Ctrl-C."""
     assert fit._exit_code(SIGTERMException()) == 128 + signal.SIGTERM
     assert fit._exit_code(Interrupted(signal.SIGUSR1)) == 128 + signal.SIGUSR1
     assert fit._exit_code(SystemExit(1)) == 128 + signal.SIGINT
-
-
-@pytest.mark.parametrize(
-    ("saved", "words"),
-    [(None, "step 9 of 30; nothing was saved"), (9, "9 of 30, and saved;"), (6, "30, saved at step 6;")],
-)
-def test_the_farewell_names_only_checkpoints_of_this_run(tmp_path: Path, saved: int | None, words: str):
-    """Once the farewell claimed a checkpoint that an earlier part of the run had saved."""
-    latest = Latest(leave(tmp_path))
-    latest.saved = saved
-    run: Any = SimpleNamespace(trainer=SimpleNamespace(global_step=9, max_steps=30, callbacks=[latest]))
-    assert words in fit._farewell(run)
 
 
 def test_lines_that_are_garbled_are_dropped(tmp_path: Path):
@@ -285,9 +249,3 @@ def test_lines_that_are_garbled_are_dropped(tmp_path: Path):
     )
     file.rewind(2)
     assert file.path.read_text() == "step,name,value\n1,train/loss,1\n2,train/loss,0.5\n"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_generate_says_that_there_is_no_gpu(tmp_path: Path):
-    with pytest.raises(ConfigError, match="^device is 'cuda', but PyTorch cannot use it"):
-        generate(str(leave(tmp_path)), device="cuda")

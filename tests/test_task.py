@@ -7,6 +7,7 @@ import math
 import random
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import lightning
 import numpy as np
@@ -20,6 +21,7 @@ from gsm.config.stored import read_checkpoint
 from gsm.data.module import TextData
 from gsm.training.callbacks.checkpoints import Best, Folders, Latest
 from gsm.training.callbacks.metrics_file import MetricsFile
+from gsm.training.callbacks.progress import Progress
 from gsm.training.callbacks.throughput import Throughput
 from gsm.training.module import LanguageModeling
 from gsm.training.optimizer import AdamW
@@ -212,6 +214,30 @@ def test_accumulated_batches_make_one_step(tmp_path: Path):
     fit(trainer, make_task(), [a_batch(seed=i) for i in range(8)])
     assert trainer.global_step == 2
     assert trainer.fit_loop.epoch_loop.batch_progress.total.processed == 6
+
+
+def test_a_run_shows_its_time_left_after_twenty_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    fit(make_trainer(tmp_path, 23, [Progress(every=1)]), make_task(), [a_batch()] * 23)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert [line.endswith(" left") for line in lines] == [False] * 19 + [True] * 3 + [False]
+
+
+def test_a_save_that_takes_long_is_not_repeated_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With a checkpoint of minutes and minutes=2, half of the time went into saving."""
+    now, saves = [0.0], []
+    monkeypatch.setattr("gsm.training.callbacks.checkpoints.time.monotonic", lambda: now[0])
+
+    class Slow(lightning.Callback):  # ten seconds a step, and a minute to save one
+        def on_train_batch_start(self, *_: Any) -> None:
+            now[0] += 10.0
+
+        def on_save_checkpoint(self, *_: Any) -> None:
+            now[0] += 60.0
+            saves.append(now[0])
+
+    trainer = make_trainer(tmp_path, 280, [Slow(), Latest(tmp_path, minutes=2)], log_every_n_steps=1)
+    fit(trainer, make_task(), [a_batch()] * 280)
+    assert saves[:-1] == [190.0, 1460.0, 2730.0], "once after two minutes, then a minute in every twenty-one"
 
 
 class Breaking(Bigram):

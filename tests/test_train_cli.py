@@ -352,10 +352,3 @@ def test_a_run_may_do_without_loggers_and_callbacks(tmp_path: Path):
         "config.yaml",
         "summary.json",
     }
-
-
-@pytest.mark.parametrize("word", ["logs=''", "name=../../x"])
-def test_nothing_is_written_before_a_place_was_looked_at(word: str, tmp_path: Path, processes: Any):
-    done = typed(processes, tmp_path, "train.py", f"logs={tmp_path / 'a/b'}", word)
-    assert done.returncode == 1 and done.stderr.startswith("error: ")
-    assert not list(tmp_path.iterdir())
