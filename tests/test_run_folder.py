@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_text
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from short_runs import TINY
@@ -136,7 +135,7 @@ def test_a_run_trains_on_only_with_the_settings_of_the_other(tmp_path: Path, cha
 
 def test_a_run_that_is_shorter_than_the_step_it_begins_with_is_refused(tmp_path: Path):
     last = leave(tmp_path / "old")
-    with pytest.raises(CheckpointError, match="^trainer.max_steps must be at least 7"):
+    with pytest.raises(CheckpointError, match="^trainer.max_steps .* 7,"):
         begin(trained_on(tmp_path / "run", last, trainer__max_steps=6), TEXT)
     assert begin(trained_on(tmp_path / "run", last, trainer__max_steps=7), TEXT).step == 7
 
@@ -220,18 +219,10 @@ def test_a_disk_without_locks_is_trained_on(tmp_path: Path, number: int, monkeyp
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     made = config(tmp_path / f"x-{address(composed())}")
-    with held(made), pytest.raises(ConfigError, match=rf"process {os.getpid()} on .*remove .*\.locks"), held(made):
+    with held(made), pytest.raises(ConfigError, match=rf" {os.getpid()} .*\.locks"), held(made):
         pass
     with held(made):
         pass
-
-
-def test_a_text_shorter_than_a_sequence_is_one_sentence(tmp_path: Path):
-    (tmp_path / "text").mkdir()
-    tiny_text.write(tmp_path / "text")
-    data = {**composed()["data"], "path": str(tmp_path / "text"), "cache_dir": str(tmp_path), "context": 1_000_000}
-    with pytest.raises(ConfigError, match="^data: "):
-        fit.open_data({"data": data})
 
 
 def test_the_exit_code_is_that_of_the_signal_also_before_training_begins():

@@ -158,7 +158,7 @@ def test_only_groups_that_decay_are_decayed():
 def test_a_parameter_in_no_group_is_an_error(tmp_path: Path):
     model = Bigram()
     model.forgotten = nn.Parameter(torch.zeros(1))
-    with pytest.raises(ValueError, match="Bigram leaves out \\['forgotten'\\]"):
+    with pytest.raises(ValueError, match="Bigram .*'forgotten'"):
         fit(make_trainer(tmp_path, 1), make_task(model), [a_batch()])
 
 

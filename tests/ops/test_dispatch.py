@@ -92,7 +92,7 @@ def test_a_kernel_that_cannot_be_built_is_given_up_once_and_loudly():
         raise KernelBuildError("no such register")
 
     op = toy(fn=unbuildable)
-    with pytest.warns(RuntimeWarning, match="toy: the triton kernel could not be built .* no such register"):
+    with pytest.warns(RuntimeWarning, match="^toy: .*no such register"):
         assert torch.equal(op(torch.ones(2)), 2 * torch.ones(2))
     op(torch.ones(2))
     assert len(tries) == 1
