@@ -98,7 +98,7 @@ def _begins(token_BT: Tensor, position_ids: Tensor, before_B: Tensor) -> Tensor:
     if bool(wrong_BT.any()):
         row, place = wrong_BT.nonzero()[0].tolist()
         raise ValueError(
-            f"position_ids must be {int(before_BT[row, place]) + 1}, or 0 where a document begins, at new token {place} "
-            f"of row {row}, got {int(position_BT[row, place])}"
+            f"position_ids must be {int(before_BT[row, place]) + 1}, or 0 where a document begins, at new token "
+            f"{place} of row {row}, got {int(position_BT[row, place])}"
         )
     return token_BT & (position_BT == 0) & (before_BT >= 0)

@@ -284,6 +284,6 @@ def _check_cache(cache: Any, batch: int) -> None:
         raise ValueError(f"past_key_values must be a MemoryCache, or left out, got a {type(cache).__name__}")
     if cache.batch_size != batch:
         raise ValueError(
-            f"past_key_values must have the {batch} sequences of input_ids, got {cache.batch_size}; use batch_select_indices() or "
-            "batch_repeat_interleave() of the cache"
+            f"past_key_values must have the {batch} sequences of input_ids, got {cache.batch_size}; use "
+            "batch_select_indices() or batch_repeat_interleave() of the cache"
         )

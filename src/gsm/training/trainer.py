@@ -180,8 +180,8 @@ def _divided(config: Mapping[str, Any], world: int) -> int:
         f"global_batch={' or '.join(str(n * at_once) for n in (total // at_once, total // at_once + 1) if n)}"
     )
     raise ConfigError(
-        f"global_batch must be a multiple of {at_once}, the sequences that {world} devices with "
-        f"data.batch_size={batch} take at a time, got {total}; use {' or '.join(fitting)}"
+        f"global_batch must be a multiple of {at_once} on {world} device{'s' * (world > 1)} with "
+        f"data.batch_size={batch}, got {total}; use {' or '.join(fitting)}"
     )
 
 
