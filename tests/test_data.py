@@ -109,11 +109,6 @@ def test_batches_are_int64_and_hold_the_same_as_single_sequences(make: Callable[
         _ = sequences[len(sequences)]
 
 
-def test_a_context_longer_than_the_text_is_named(make: Callable[..., TextData]) -> None:
-    with pytest.raises(ValueError, match="context=100000 is not allowed because the validation split has only"):
-        make(context=100_000).validation_set  # noqa: B018
-
-
 def test_every_pass_takes_every_sequence_once_in_another_order() -> None:
     order = TrainingOrder(10, seed=1)
     passes = order.indices(0, 30).reshape(3, 10)

@@ -129,19 +129,18 @@ def no_utf8(path: Path) -> None:
     pyarrow.parquet.write_table(arrow.table({"text": texts}), path)
 
 
-HARM: dict[str, tuple[Callable[[Path], Any], str]] = {  # what happens, and the words about it
-    "flipped": (flip, "is damaged or cut short"),
-    "emptied": (lambda path: path.write_bytes(b""), "is damaged or cut short .*0 bytes"),
-    "no UTF-8": (no_utf8, "is damaged or cut short .*utf-8"),
+HARM: dict[str, Callable[[Path], Any]] = {
+    "flipped": flip,
+    "emptied": lambda path: path.write_bytes(b""),
+    "no UTF-8": no_utf8,
 }
 
 
 @pytest.mark.parametrize("kind", list(HARM))
 def test_a_damaged_file_stops_the_run_and_is_named(kind: str, web: Path, tmp_path: Path) -> None:
-    harm, sentence = HARM[kind]
-    harm(web / "001.parquet")
+    HARM[kind](web / "001.parquet")
     data = text_data(**NUMBERS, batch_size=1, path=str(web), cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(Damaged, match=f"001.parquet {sentence}"):
+    with pytest.raises(Damaged, match="001.parquet"):
         data.prepare_data()
 
 
@@ -158,7 +157,7 @@ def test_a_withdrawn_argument_that_changed_the_data_is_refused_where_it_has_a_va
     older = {**config, "data": {**config["data"], "digits": None, "increment": None}}
     assert instantiate_data(older["data"], None) and not differences(older, config)
     older["data"]["digits"] = 5
-    with pytest.raises(ConfigError, match="data.digits=5 is not allowed .* Use commit 6d55fff"):
+    with pytest.raises(ConfigError, match="^data.digits .*got 5"):
         instantiate_data(older["data"], None)
     assert differences(older, config) == ["data.digits (5 there, nothing here)"]
 

@@ -1,11 +1,13 @@
-"""Data and measures refuse a wrong value, or a damaged file, in one sentence that names it."""
+"""Data and measures refuse a wrong value, or a damaged file, by its key, or its place."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,137 +73,134 @@ def grams(order: int = 2, vocabulary: int = 7, **rows: list[float]) -> object:
     return ngrams.measure([row], [row], order=order, vocabulary=vocabulary, bytes_per_token=1.0)
 
 
-VALUES: list[tuple[Callable[[], object], str]] = [
-    (lambda: questions("niah_single_1", 500), "length=500 "),
-    (
-        lambda: questions("niah_multikey_1", 200, "short"),
-        "length=200 is not allowed because a sample of niah_multikey_1",
-    ),
-    (lambda: questions("niah_single_4", 500), "task=niah_single_4 with part=evaluation "),
-    (lambda: Ingredients.choose("long"), "template=long "),
-    (lambda: Ingredients.choose(new_tokens=0), "new_tokens=0"),
-    (lambda: open_keys(words=1), "words=1 is not allowed"),
-    (lambda: Haystack(" ", "void"), "haystack=void is not allowed because it has no words"),
-    (lambda: open_haystack("/nowhere"), "haystack=/nowhere is not allowed because there is no such file"),
-    (lambda: examples(new_tokens=30, answers="cot"), "new_tokens must"),
-    (lambda: examples(lengths=[360, 200]), "length=200 is not allowed because a sample of niah_single_1"),
-    (lambda: examples(lengths=[700]), "lengths must be at most context=640"),
-    (lambda: examples(answers="long"), "answers=long is not allowed"),
-    (lambda: examples(tasks=["niah"]), "niah_single_1"),
-    (lambda: examples(examples=0), "examples=0"),
-    (lambda: examples(held_out="tunin"), "held_out=tunin "),
-    (lambda: ruler(lengths=(100,)), "length=100 is not allowed because a sample of niah_single_1"),
-    (lambda: ruler(lengths=(0,)), "lengths=0"),
-    (lambda: ruler(examples=0), "examples=0"),
-    (lambda: ruler(tasks=("niah",)), "tasks must"),
-    (lambda: ruler(answers="long"), "answers must"),
-    (lambda: text(context=1), "context=1 "),
-    (lambda: text(batch_size=0), "batch_size=0 "),
-    (lambda: text(validation_sequences=0), "validation_sequences=0 "),
-    (lambda: text(max_tokens=16), "max_tokens=16 "),
-    (lambda: text(end_of_text="</s>"), "end_of_text must"),
-    (lambda: text(path=None, files="*"), "files must"),
-    (lambda: text(tokenizer="words"), "tokenizer must"),
-    (lambda: text(tokenizer="nowhere.json"), "tokenizer must"),
-    (lambda: text(vocabulary=256), "size.vocabulary must be at least 257"),
-    (lambda: text(vocabulary=100, tokenizer="bytes"), "size.vocabulary must be at least 257 with tokenizer=bytes"),
-    (lambda: text(vocabulary=200, tokenizer=BYTES), "got 200"),
-    (lambda: text(path="/nowhere"), "path=/nowhere "),
-    (lambda: text(corpus=Corpus(PAGES)), "path, files, validation, text_field must"),
-    (lambda: text(held_out="tunin"), "held_out=tunin "),
-    (lambda: text(documents="apart"), "documents must"),
-    (lambda: divide(Split("train", Path(), 10, 10, 10, 0, "uint16"), BYTES), "held_out=tuning needs"),
-    (lambda: Tokenizer.from_state({"kind": "words", "json": None}), "tokenizer must"),
-    (lambda: Tokenizer.from_state({"kind": "bpe", "json": '{"model":'}), "tokenizer must"),
-    (partial(Needle, gap=-1), "gap=-1 "),
-    (partial(Needle, gap=1, keys=3, pairs=4), "pairs must be at most keys=3"),
-    (partial(Paraphrase, gap=1, names=5), "names must be a divisor of keys=32"),
-    (partial(Paraphrase, gap=1, names=8), "pairs must be at most 4"),
-    (partial(Paraphrase, gap=1, names=2, literal=1.5), "literal=1.5 "),
-    (partial(Paraphrase, gap=1, names=2, left_out=True), "names must be at least 3"),
-    (partial(MultiQueryRecall, values=0), "values=0 "),
-    (lambda: needles(context=30), "context must be at least 36"),
-    (lambda: needles(vocabulary=20), "size.vocabulary=20 "),
-    (lambda: needles(batch_size=0), "batch_size=0 "),
-    (lambda: needles(shortest=8), "shortest=8 "),
-    (lambda: needles(shortest=20, grow_from=0.9), "grow_from=0.9 "),
-    (lambda: needles(held_out="tunin"), "held_out=tunin "),
-    (lambda: needles(seed=2**32 - 1), "seed=4294967295 "),
-    (lambda: needles(seed=2**32 - 2), "seed=4294967294 "),
-    (partial(Capacity, loads={"seek": [1]}, gap=1), "loads.seek is not allowed because it is no kind"),
-    (partial(Capacity, loads={"find": []}, gap=1), "loads must"),
-    (partial(Capacity, loads={"wait": [0]}, gap=1), "Use numbers of 1 or more"),
-    (partial(Capacity, loads={"find": [21]}, gap=1, keys=20), "keys must be at least 21"),
-    (partial(Capacity, loads={"find": [1]}, gap=-1), "gap=-1 "),
-    (partial(InContextRecall, keys=0), "keys=0 "),
-    (partial(InContextRecall, noise=1.0), "noise must"),
-    (partial(FuzzyRecall, longest=8), "longest=8 "),
-    (partial(SelectiveCopy, copied=0), "copied=0 "),
-    (partial(group, "A5"), "groups=A5 is not allowed because it is no known group"),
-    (partial(group, "S7"), "permutations of n things, 2 to 6"),
-    (partial(StateTracking, groups=["S3", "S3"]), "groups must"),
-    (partial(StateTracking, groups=[]), "groups must be one"),
-    (partial(StateTracking, letters="some"), "letters must"),
-    (partial(StateTracking, answers="cot"), "answers must"),
-    (partial(StateTracking, answers="steps", ask="end"), "ask must be every"),
-    (partial(StateTracking, tested=[0]), "tested must"),
-    (lambda: windows([20, 9], 9), "lengths must"),
-    (lambda: windows([20], 21), "scored=21 "),
-    (lambda: windows([40], 9), "lengths must"),
-    (lambda: Lengths(documents=["maybe"]), "got maybe"),
-    (lambda: Lengths(documents=[]), "got nothing"),
-    (lambda: grams(order=0), "n-gram order 0 is too small"),
-    (lambda: grams(vocabulary=4), "lies outside vocabulary 4"),
-    (lambda: grams(documents=[0.2, 0.7, 1.0]), "documents must be whole numbers, got float64"),
+VALUES: list[tuple[str, Callable[[], object]]] = [
+    ("length", lambda: questions("niah_single_1", 500)),
+    ("length", lambda: questions("niah_multikey_1", 200, "short")),
+    ("task", lambda: questions("niah_single_4", 500)),
+    ("template", lambda: Ingredients.choose("long")),
+    ("new_tokens", lambda: Ingredients.choose(new_tokens=0)),
+    ("words", lambda: open_keys(words=1)),
+    ("keys", lambda: open_keys("words.json")),
+    ("haystack", lambda: Haystack(" ", "void")),
+    ("haystack", lambda: open_haystack("/nowhere")),
+    ("new_tokens", lambda: examples(new_tokens=30, answers="cot")),
+    ("length", lambda: examples(lengths=[360, 200])),
+    ("lengths", lambda: examples(lengths=[700])),
+    ("answers", lambda: examples(answers="long")),
+    ("tasks", lambda: examples(tasks=["niah"])),
+    ("examples", lambda: examples(examples=0)),
+    ("held_out", lambda: examples(held_out="tunin")),
+    ("length", lambda: ruler(lengths=(100,))),
+    ("lengths", lambda: ruler(lengths=(0,))),
+    ("examples", lambda: ruler(examples=0)),
+    ("tasks", lambda: ruler(tasks=("niah",))),
+    ("answers", lambda: ruler(answers="long")),
+    ("context", lambda: text(context=1)),
+    ("context", lambda: text(context=10**6).validation_set),
+    ("batch_size", lambda: text(batch_size=0)),
+    ("validation_sequences", lambda: text(validation_sequences=0)),
+    ("max_tokens", lambda: text(max_tokens=16)),
+    ("end_of_text", lambda: text(end_of_text="</s>")),
+    ("files", lambda: text(path=None, files="*")),
+    ("tokenizer", lambda: text(tokenizer="words")),
+    ("tokenizer", lambda: text(tokenizer="nowhere.json")),
+    ("size.vocabulary", lambda: text(vocabulary=256)),
+    ("size.vocabulary", lambda: text(vocabulary=100, tokenizer="bytes")),
+    ("size.vocabulary", lambda: text(vocabulary=200, tokenizer=BYTES)),
+    ("path", lambda: text(path="/nowhere")),
+    ("path", lambda: text(corpus=Corpus(PAGES))),
+    ("held_out", lambda: text(held_out="tunin")),
+    ("documents", lambda: text(documents="apart")),
+    ("held_out", lambda: divide(Split("train", Path(), 10, 10, 10, 0, "uint16"), BYTES)),
+    ("tokenizer", lambda: Tokenizer.from_state({"kind": "words", "json": None})),
+    ("tokenizer", lambda: Tokenizer.from_state({"kind": "bpe", "json": '{"model":'})),
+    ("gap", partial(Needle, gap=-1)),
+    ("pairs", partial(Needle, gap=1, keys=3, pairs=4)),
+    ("names", partial(Paraphrase, gap=1, names=5)),
+    ("pairs", partial(Paraphrase, gap=1, names=8)),
+    ("literal", partial(Paraphrase, gap=1, names=2, literal=1.5)),
+    ("names", partial(Paraphrase, gap=1, names=2, left_out=True)),
+    ("values", partial(MultiQueryRecall, values=0)),
+    ("context", lambda: needles(context=30)),
+    ("size.vocabulary", lambda: needles(vocabulary=20)),
+    ("batch_size", lambda: needles(batch_size=0)),
+    ("shortest", lambda: needles(shortest=8)),
+    ("grow_from", lambda: needles(shortest=20, grow_from=0.9)),
+    ("held_out", lambda: needles(held_out="tunin")),
+    ("seed", lambda: needles(seed=2**32 - 1)),
+    ("seed", lambda: needles(seed=2**32 - 2)),
+    ("loads", partial(Capacity, loads={"seek": [1]}, gap=1)),
+    ("loads", partial(Capacity, loads={"find": []}, gap=1)),
+    ("loads.wait", partial(Capacity, loads={"wait": [0]}, gap=1)),
+    ("keys", partial(Capacity, loads={"find": [21]}, gap=1, keys=20)),
+    ("gap", partial(Capacity, loads={"find": [1]}, gap=-1)),
+    ("keys", partial(InContextRecall, keys=0)),
+    ("noise", partial(InContextRecall, noise=1.0)),
+    ("longest", partial(FuzzyRecall, longest=8)),
+    ("copied", partial(SelectiveCopy, copied=0)),
+    ("groups", partial(group, "A5")),
+    ("groups", partial(group, "S7")),
+    ("groups", partial(StateTracking, groups=["S3", "S3"])),
+    ("groups", partial(StateTracking, groups=[])),
+    ("letters", partial(StateTracking, letters="some")),
+    ("answers", partial(StateTracking, answers="cot")),
+    ("ask", partial(StateTracking, answers="steps", ask="end")),
+    ("tested", partial(StateTracking, tested=[0])),
+    ("lengths", lambda: windows([20, 9], 9)),
+    ("scored", lambda: windows([20], 21)),
+    ("lengths", lambda: windows([40], 9)),
+    ("documents", lambda: Lengths(documents=["maybe"])),
+    ("documents", lambda: Lengths(documents=[])),
+    ("n-gram order", lambda: grams(order=0)),
+    ("token", lambda: grams(vocabulary=4)),
+    ("documents", lambda: grams(documents=[0.2, 0.7, 1.0])),
 ]
 
 
-@pytest.mark.parametrize(("make", "words"), VALUES, ids=[words for _, words in VALUES])
-def test_a_wrong_value_is_refused(make: Callable[[], object], words: str) -> None:
-    with pytest.raises((ValueError, OSError)) as refusal:
+@pytest.mark.parametrize(("key", "make"), VALUES, ids=lambda x: x if isinstance(x, str) else None)
+def test_a_wrong_value_is_refused_by_its_key(key: str, make: Callable[[], object]) -> None:
+    with pytest.raises((ValueError, OSError), match=rf"^{re.escape(key)}(?![\w.])"):
         make()
-    assert words in str(refusal.value)
 
 
-FILES: list[tuple[str, bytes, str]] = [  # in a folder with a sound text
-    ("a.zip", b"x\n", "a.zip has none of the endings of text (.py, "),
-    ("a.json", b"x\n", "a.json has none of the endings of text"),
-    ("a.txt", b"ab\0\0" * 99, "a.txt is no text in UTF-8"),
-    ("a.txt", "größer".encode("utf-16-le") * 99, "a.txt is no text in UTF-8"),
-    ("a.txt", b"x", "path must"),
-    ("a.txt", "\ufeffПривет".encode("utf-16-le"), "a.txt is UTF-16; convert it with iconv -f UTF-16 -t UTF-8"),
-    ("a.jsonl", "\ufeffПривет".encode("utf-16-be"), "a.jsonl is UTF-16"),
-    ("a.txt.gz", "\ufeffПривет".encode("utf-16-le"), "a.txt.gz is UTF-16"),
-    ("a.jsonl", json_lines(["fine"]) + b"not json", "a.jsonl, line 2, is not JSON"),
-    ("a.jsonl", json_lines(["fine"]) + b"[" * 200_000, "a.jsonl, line 2, is not JSON"),
-    ("a.jsonl", json_lines(["fine"]) + b'{"body": "x"}', "line 2, has no field 'text' but fields body; set"),
-    ("a.jsonl", json_lines(["fine"]) + b'["x"]', "line 2, has no field 'text' but ['x']"),
-    ("a.jsonl", json_lines(["fine"]) + b'{"text": 5}', "line 2, holds 5 in field 'text', which is no text"),
-    ("a.parquet", b"no parquet at all", "a.parquet is damaged or cut short"),
+FILES: list[tuple[str, bytes, str]] = [  # in a folder with a sound text, and the place that is named
+    ("a.zip", b"x\n", "a.zip"),
+    ("a.json", b"x\n", "a.json"),
+    ("a.txt", b"ab\0\0" * 99, "a.txt"),
+    ("a.txt", "größer".encode("utf-16-le") * 99, "a.txt"),
+    ("a.txt", b"x", "path"),
+    ("a.txt", "\ufeffПривет".encode("utf-16-le"), "a.txt .*UTF-16"),
+    ("a.jsonl", "\ufeffПривет".encode("utf-16-be"), "a.jsonl .*UTF-16"),
+    ("a.txt.gz", "\ufeffПривет".encode("utf-16-le"), "a.txt.gz .*UTF-16"),
+    ("a.jsonl", json_lines(["fine"]) + b"not json", "a.jsonl, line 2"),
+    ("a.jsonl", json_lines(["fine"]) + b"[" * 200_000, "a.jsonl, line 2"),
+    ("a.jsonl", json_lines(["fine"]) + b'{"body": "x"}', "a.jsonl, line 2.*body"),
+    ("a.jsonl", json_lines(["fine"]) + b'["x"]', "a.jsonl, line 2"),
+    ("a.jsonl", json_lines(["fine"]) + b'{"text": 5}', "a.jsonl, line 2.* 5 "),
+    ("a.parquet", b"no parquet at all", "a.parquet"),
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "words"), FILES, ids=[f"{name}: {words}" for name, _, words in FILES])
-def test_a_file_that_is_no_text_is_refused(name: str, content: bytes, words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "content", "place"), FILES, ids=[name for name, _, _ in FILES])
+def test_a_file_that_is_no_text_is_refused(name: str, content: bytes, place: str, tmp_path: Path) -> None:
     if name.endswith("parquet"):
         pytest.importorskip("pyarrow", reason="the extra `data` is not installed")
     path = pack(tmp_path / name, content)
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError, match=place):
         list(Corpus(path).documents("train"))
-    assert words in str(refusal.value)
 
 
 def test_a_choice_of_files_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
     for name in ("a", "b"):
         pack(tmp_path / f"{name}.jsonl", json_lines(STORIES))
-    for options, words in (
-        ({"validation": "nothing*"}, "data.validation fits no file: data.validation is ['nothing*']"),
-        ({"validation": "*"}, "nothing is left to train on"),
-        ({"files": "nothing*"}, "path must hold text that fits nothing*"),
-    ):
-        with pytest.raises(ValueError) as refusal:
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("data.validation", {"validation": "nothing*"}),
+        ("data.validation", {"validation": "*"}),
+        ("path", {"files": "nothing*"}),
+    ]
+    for key, options in cases:
+        with pytest.raises(ValueError, match=key):
             _ = Corpus(tmp_path, **options).files
-        assert words in str(refusal.value)
 
 
 TOKENIZERS = {
@@ -225,7 +224,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         lambda: cache_folder(tmp_path / "file"),
         lambda: find_or_encode(Corpus(PAGES), "train", BYTES, tmp_path / "file"),
     ):
-        with pytest.raises(OSError, match="set data.cache_dir or GSM_CACHE"):
+        with pytest.raises(OSError, match="data.cache_dir"):
             make()
 
 
@@ -234,5 +233,5 @@ def test_a_missing_package_is_named(name: str, tmp_path: Path, monkeypatch: pyte
     for module in ("pyarrow", "pyarrow.parquet"):
         monkeypatch.setitem(sys.modules, module, None)
     (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(ModuleNotFoundError, match=rf"{name} need the package pyarrow.*pip install"):
+    with pytest.raises(ModuleNotFoundError, match=f"{name}.*pyarrow"):
         list(Corpus(tmp_path / name).documents("train"))

@@ -35,5 +35,5 @@ def test_the_bootstrap_finds_the_interval_that_drawing_questions_finds():
 def test_the_bootstrap_weighs_tasks_alike_and_refuses_other_questions():
     found = over_questions({"a": [0.0], "b": [0.0] * 99}, {"a": [1.0], "b": [0.0] * 99})
     assert found.difference == 0.5 and found.text() == "+50.00 [+50.00, +50.00]"
-    with pytest.raises(ValueError, match=r"not the same: \{'a': 1\} and \{'a': 2\}"):
+    with pytest.raises(ValueError, match="'a': 1.*'a': 2"):
         over_questions({"a": [0.0]}, {"a": [0.0, 1.0]})

@@ -130,7 +130,7 @@ def test_an_interrupted_chunk_leaves_the_memory_as_it_was(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         running.prefill(tokens[:, 10:])
     assert running.memory.used == 10
-    with pytest.raises(ValueError, match="71 more tokens are not allowed .* its capacity is 80 tokens, 10 are used"):
+    with pytest.raises(ValueError, match="^capacity .*81"):
         running.prefill(random_tokens(1, 71))
     assert_same(running.prefill(tokens[:, 10:]), running.model(tokens).logits[:, -1], "the whole prompt", EXACT)
 
@@ -216,7 +216,7 @@ def test_a_model_moved_to_another_dtype_or_device_is_refused(change):
     running = engine(SEPARATE, capacity=40)
     running.decode(torch.tensor([1]))
     change(running.model)
-    with pytest.raises(ValueError, match="a new Engine"):
+    with pytest.raises(ValueError, match="^(model|memory)"):
         running.decode(torch.tensor([1]))
 
 
@@ -278,11 +278,11 @@ def test_an_engine_serves_one_call_and_one_stream_at_a_time():
         stream = running.stream([1, 2, 3], 5)
         next(stream)
         call()
-        with pytest.raises(RuntimeError, match="Use an Engine for each stream"):
+        with pytest.raises(RuntimeError, match="^stream"):
             next(stream)
         running.reset()
     running.model.norm.register_forward_hook(lambda *arguments: running.reset())
-    with pytest.raises(RuntimeError, match="Use an Engine for each thread"):
+    with pytest.raises(RuntimeError, match="^engine"):
         running.decode(torch.tensor([1]))
 
 
@@ -325,7 +325,7 @@ def test_padding_of_a_prompt_takes_no_room(case, recorded):
     running.prefill(random_tokens(1, 17))
     assert (running.memory.used, running._recorder.count) == (17, recorded)
     read(running, random_tokens(1, 16))
-    with pytest.raises(ValueError, match="1 more tokens are not allowed .* its capacity is 33 tokens, 33 are used"):
+    with pytest.raises(ValueError, match="^capacity .*34"):
         running.decode(torch.zeros(1, dtype=torch.int64))
 
 
@@ -395,15 +395,15 @@ def test_a_full_memory_is_refused_before_anything_is_written(graphs):
     running, tokens = Engine(build(SEPARATE, geometry=SHALLOW), capacity=20, graphs=graphs), random_tokens(1, 21)
     running.prefill(tokens[:, :18])
     before = running.memory.clone()
-    with pytest.raises(ValueError, match="capacity=20 is not allowed .* 2 tokens and 2 new ones after 18 used tokens"):
+    with pytest.raises(ValueError, match="^capacity .*21"):
         next(running.stream(tokens[0, :2], 2))
-    with pytest.raises(ValueError, match="3 more tokens are not allowed .* its capacity is 20 tokens, 18 are used"):
+    with pytest.raises(ValueError, match="^capacity .*21"):
         running.prefill(tokens[:, :3])
     assert running.memory.used == 18
     for (kind, got), (_, want) in zip(_tensors(running.memory, ""), _tensors(before, ""), strict=True):
         assert torch.equal(got, want), f"{kind} was written"
     read(running, tokens[:, 18:20])
-    with pytest.raises(ValueError, match="memory is full"):
+    with pytest.raises(ValueError, match="^capacity .*21"):
         running.decode(tokens[:, 20])
 
 
@@ -435,7 +435,7 @@ def test_scores_that_are_not_finite_choose_no_token(value, temperature):
     model = build("transformer", geometry=SHALLOW)
     model.norm.weight.fill_(value)
     for writer in (model, Engine(model, capacity=20)):
-        with pytest.raises(ValueError, match="scores of the next token are not finite"):
+        with pytest.raises(ValueError, match="scores"):
             writer.generate([1, 2, 3], 2, temperature)
 
 
@@ -481,11 +481,6 @@ def test_a_recording_that_fails_leaves_nothing_behind():
         assert kind in SLOTS or torch.equal(got, want), f"{kind} was written"
 
 
-def test_an_engine_needs_a_capacity():
-    with pytest.raises(ValueError, match="capacity=None is not allowed because an engine has a static memory"):
-        Engine(build("gsm-writer=additive"), capacity=None)
-
-
 def test_ctrl_c_ends_the_line_and_leaves_the_written_text(monkeypatch, capsys):
     def pieces(*arguments):
         yield "a = "
@@ -514,28 +509,22 @@ def test_a_prefill_in_a_large_static_memory_does_not_read_slots_beyond_its_promp
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("key", "call"),
     [
-        (
-            lambda running: running.decode(torch.tensor([1, 2])),
-            r"token_B of shape \[2\] is not allowed because the batch has 1 sequences",
-        ),
-        (lambda running: running.decode(torch.tensor([GEOMETRY.vocabulary])), "token id 23 is not allowed"),
-        (lambda running: running.prefill([GEOMETRY.vocabulary]), "token id 23 is not allowed"),
-        (
-            lambda running: running.prefill([[1], [2]]),
-            "memory for a batch of 1 is not allowed because tokens have a batch of 2",
-        ),
-        (lambda running: running.prefill(torch.zeros(1, 0, dtype=torch.int64)), "they are an empty prompt"),
-        (lambda running: running.generate([1], 0), "max_new_tokens=0 is not allowed"),
-        (lambda running: Engine(running.model, capacity=0), "capacity=0 is not allowed"),
-        (lambda running: Engine(running.model, capacity=9, chunk=0), "chunk=0 is not allowed"),
+        ("token_B", lambda running: running.decode(torch.tensor([1, 2]))),
+        ("tokens", lambda running: running.decode(torch.tensor([GEOMETRY.vocabulary]))),
+        ("tokens", lambda running: running.prefill([GEOMETRY.vocabulary])),
+        ("tokens", lambda running: running.prefill(torch.zeros(1, 0, dtype=torch.int64))),
+        ("memory", lambda running: running.prefill([[1], [2]])),
+        ("max_new_tokens", lambda running: running.generate([1], 0)),
+        ("capacity", lambda running: Engine(running.model, capacity=0)),
+        ("chunk", lambda running: Engine(running.model, capacity=9, chunk=0)),
     ],
 )
 @pytest.mark.parametrize("graphs", [False, ALL_LENGTHS])
-def test_wrong_arguments_are_refused_in_one_sentence(call, message, graphs):
+def test_wrong_arguments_are_refused_and_nothing_is_read(key, call, graphs):
     running = Engine(build("gsm-writer=additive"), capacity=40, graphs=graphs)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^{key} "):
         call(running)
     assert running.memory.used == 0
 

@@ -176,19 +176,6 @@ def test_a_row_uses_as_many_weights_as_a_dense_feed_forward_and_the_router():
     assert mixture.inactive_weights() == (EXPERTS - CHOSEN) * 3 * DIM * HIDDEN // (CHOSEN + 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"chosen": 7}, "chosen=7 is not allowed. Use a number from 1 to the 6 experts"),
-        ({"chosen": 0}, "chosen=0 is not allowed. Use a number from 1 to the 6 experts"),
-        ({"chosen": 4}, r"feed_forward_dim=12 is not allowed because the 5 experts of a row"),
-    ],
-)
-def test_an_invalid_number_of_experts_is_named(options, said):
-    with pytest.raises(ValueError, match=said):
-        layer(**options)
-
-
 @pytest.mark.parametrize("case", [MOE, "baseline-feed_forward=moe"])
 def test_a_model_counts_every_row_once_however_often_it_runs(case):
     tokens, outputs = random_tokens(2, 20), []

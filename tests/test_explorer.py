@@ -176,24 +176,24 @@ def test_sources_are_the_strongest_of_the_rollout():
 
 
 @pytest.mark.parametrize(
-    ("case", "tokens", "message"),
+    ("case", "tokens", "key"),
     [
-        ("baseline", T, "model Baseline is not allowed because it has no shared state. Use a GSM"),
-        ("gsm-encoder_layer=recurrent", T, r"encoder layers \[4\] .* Use a GSM of model/encoder_layer=attention"),
-        ("gsm", RATIO, "a text of 2 tokens is not allowed. Use 3 to 4,096"),
-        ("gsm", facts.LONGEST + 1, "a text of 4,097 tokens"),
+        ("baseline", T, "model"),
+        ("gsm-encoder_layer=recurrent", T, "encoder_layer"),
+        ("gsm", RATIO, "tokens"),
+        ("gsm", facts.LONGEST + 1, "tokens"),
     ],
 )
-def test_what_cannot_be_shown_is_refused_in_one_sentence(case: str, tokens: int, message: str):
-    with pytest.raises(ValueError, match=message):
+def test_what_cannot_be_shown_is_refused(case: str, tokens: int, key: str):
+    with pytest.raises(ValueError, match=f"^{key} "):
         explore(build(case), random_tokens(1, tokens)[0])
-    with pytest.raises(ValueError, match=r"one sequence, \[T\], got the shape \[2, 5\]"):
+    with pytest.raises(ValueError, match=r"^tokens .*\[2, 5\]"):
         explore(build(case), random_tokens(2, 5))
 
 
 @pytest.mark.parametrize("name", ["documents", "targets"])
 def test_what_is_not_of_the_length_of_the_text_is_named(name: str):
-    with pytest.raises(ValueError, match=rf"{name} must have the shape of tokens, \[{T}\], got \[3\]"):
+    with pytest.raises(ValueError, match=rf"^{name} .*\[3\]"):
         explore(build("gsm"), random_tokens(1, T)[0], **{name: torch.zeros(3).long()})
 
 
@@ -201,11 +201,6 @@ def test_a_line_at_the_top_may_have_any_value():
     """NaN came into the page as such, and no browser could read it."""
     contents, _ = packed(explore(build("gsm"), random_tokens(1, T)[0], about={"loss": math.nan}).html)
     assert contents["about"]["loss"] == "nan"
-
-
-def test_a_model_without_a_state_is_called_as_it_was_chosen():
-    with pytest.raises(SystemExit, match=r"needle_delta_net: model delta_net is not allowed .* Use a GSM"):
-        command_line.call(write, "explore.py", ["checkpoint=needle_delta_net"])
 
 
 # What tokens are called.
@@ -340,11 +335,12 @@ def test_the_command_writes_a_page_of_a_needle(tmp_path: Path):
 @pytest.mark.parametrize(
     ("checkpoint", "arguments", "words"),
     [
-        ("nano", [], "explore.py needs text= or text_file= because .* was trained on text"),
-        ("nano", ["text=a", "text_file=b"], "text_file=b is not allowed with text"),
-        ("nano", ["text=a"], ".*nano: a text of 1 tokens is not allowed. Use 3 to 4,096"),
-        ("nano", ["text=abc", "tokens=5000"], "tokens=5000 is not allowed. Use 1 to 4096"),
-        ("needle_gsm", ["text=abc"], "text is not allowed because .* was trained on Needle, which has no text"),
+        ("nano", [], "explore.py needs text= or text_file="),
+        ("nano", ["text=a", "text_file=b"], "text_file .*b"),
+        ("nano", ["text=a"], ".*nano: tokens .*got 1"),
+        ("nano", ["text=abc", "tokens=5000"], "tokens .*got 5000"),
+        ("needle_gsm", ["text=abc"], "text .*needle_gsm"),
+        ("needle_delta_net", [], ".*needle_delta_net: model .*got delta_net"),
     ],
 )
 def test_the_command_explains_what_it_cannot_use(checkpoint: str, arguments: list[str], words: str, tmp_path: Path):

@@ -95,7 +95,7 @@ def test_the_hub_is_asked_once_and_its_addresses_kept(
         "train": ["000"],
         "validation": ["001"],
     }, "patterns are within the repository: a commit stood in their way"
-    with pytest.raises(ValueError, match=r"fits no file.*HuggingFaceFW/fineweb \(sample-10BT\) on the hub holds 3"):
+    with pytest.raises(ValueError, match=r"nothing\*.*HuggingFaceFW/fineweb"):
         _ = FineWeb(validation="nothing*").files
     asked[1:] = []
     other = FineWeb(revision="v1")
@@ -107,5 +107,5 @@ def test_a_hub_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) 
         raise ConnectionError("no route")
 
     monkeypatch.setattr(datasets, "load_dataset_builder", unreachable)
-    with pytest.raises(ConnectionError, match="fineweb .sample-10BT. cannot be listed.*no route.*set data.path"):
+    with pytest.raises(ConnectionError, match="fineweb.*no route.*data.path"):
         list(FineWeb().documents("train"))

@@ -53,42 +53,17 @@ def test_what_torchrun_has_started_counts(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("total", "batch", "world", "said"),
+    ("total", "batch", "world", "fitting"),
     [
-        (
-            128,
-            4,
-            64,
-            "64 devices with data.batch_size=4 take 256 sequences at a time. Use data.batch_size=2 or global_b",
-        ),
-        (100, 4, 8, "take 32 sequences at a time. Use global_batch=96 or 128.$"),
-        (
-            12,
-            8,
-            1,
-            "1 devices with data.batch_size=8 take 8 sequences at a time. Use data.batch_size=6 or global_batch=8 or",
-        ),
-        (1, 4, 2, "Use global_batch=8.$"),
+        (128, 4, 64, "data.batch_size=2 or global_batch=256"),
+        (100, 4, 8, "global_batch=96 or 128$"),
+        (12, 8, 1, "data.batch_size=6 or global_batch=8 or 16"),
+        (1, 4, 2, "global_batch=8$"),
     ],
 )
-def test_a_remainder_is_refused_with_values_that_fit(total: int, batch: int, world: int, said: str):
-    with pytest.raises(ConfigError, match=f"^global_batch={total} is not allowed because .*{said}"):
+def test_a_remainder_is_refused_with_values_that_fit(total: int, batch: int, world: int, fitting: str):
+    with pytest.raises(ConfigError, match=f"^global_batch .*got {total}; .*{fitting}"):
         trainers.batches_a_step({"global_batch": total, "data": {"batch_size": batch}}, world)
-
-
-@pytest.mark.parametrize("experiment", ["paper_long_context", "paper_cot", "paper_ablate_indexer"])
-@pytest.mark.parametrize(("devices", "nodes"), [(1, 1), (8, 1)])
-def test_every_run_of_the_papers_experiments_has_its_step(experiment: str, devices: int, nodes: int):
-    made = composed(f"experiment={experiment}", "size=0p5b")
-    steps = {"train": 128, "extend": 32, "tune": 8}
-    for name, run in made["runs"].items():
-        if name not in steps:
-            continue
-        lines = [f"{key.removeprefix('/')}={value}" for key, value in (run or {}).items() if key != "after"]
-        given = config(f"experiment={experiment}", "size=0p5b", "runs=null", *lines, devices=devices, num_nodes=nodes)
-        assert given["global_batch"] == steps[name]
-        per_device = trainers.batches_a_step(given, devices * nodes) * given["data"]["batch_size"]
-        assert per_device * devices * nodes == steps[name]
 
 
 @pytest.mark.parametrize("total", ["many", 1.5, None, True, 0, -4])
@@ -100,7 +75,7 @@ def test_what_is_no_number_of_sequences_is_refused(total: Any):
 def test_a_pass_ends_with_a_step():
     """Six batches a pass made steps of 4, 2, 4, 2, ... batches, and fewer tokens than the header said."""
     for limit in ("6", "0.5"):
-        with pytest.raises(ConfigError, match=rf"limit_train_batches={limit} .* takes 4 batches .* a multiple of 4"):
+        with pytest.raises(ConfigError, match=f"^trainer.limit_train_batches .* 4,.*got {limit}"):
             trainers.refuse_early(
                 config("data.batch_size=2", "global_batch=8", f"+trainer.limit_train_batches={limit}")
             )
@@ -112,22 +87,19 @@ def test_the_last_run_is_refused_before_the_first_one_trains(tmp_path: Path):
     words = ["experiment=paper_cot", "size=nano", "arms=null", "seeds=null", "trainer=ddp", "trainer.accelerator=cpu"]
     words += ["trainer.devices=3", f"logs={tmp_path}"]
     words += ["recipe.global_batch=12", "recipe.extension.global_batch=3"]
-    said = "run tune: global_batch=8 is not allowed because 3 devices .* Use global_batch=6 or 9.$"
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match="run tune: global_batch .*got 8; .*global_batch=6 or 9$"):
         Experiment(compose(words), words).trials()
 
 
 def test_an_arm_is_refused_before_another_one_trains(tmp_path: Path):
     words = ["arms={a: [], b: ['global_batch=6']}", f"logs={tmp_path}"]
-    with pytest.raises(ConfigError, match="^arm b: global_batch=6 is not allowed because "):
+    with pytest.raises(ConfigError, match="^arm b: global_batch .*got 6"):
         Experiment(compose(words), words).trials()
 
 
 def test_a_run_is_refused_before_it_reads_or_writes_anything(tmp_path: Path):
     given = compose([*TINY, f"data.path={tmp_path / 'nowhere'}", f"logs={tmp_path / 'logs'}", "global_batch=6"])
-    with pytest.raises(
-        ConfigError, match=r"^global_batch=6 is not allowed .* Use data.batch_size=3 or global_batch=4 or 8\.$"
-    ):
+    with pytest.raises(ConfigError, match="^global_batch .*got 6; .*data.batch_size=3 or global_batch=4 or 8$"):
         fit.train(given)
     assert not (tmp_path / "logs").exists()
 

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -201,10 +200,10 @@ def test_a_folder_is_a_checkpoint_wherever_one_is_asked_for(folder: Path, ours: 
 def test_folders_that_transformers_writes_are_read(folder: Path, theirs: Any, ours: Any, tmp_path: Path):
     """Weights in shards; and a model without its tokenizer, which only text needs."""
     theirs.save_pretrained(tmp_path, max_shard_size="500KB")
-    assert not (tmp_path / "model.safetensors").exists()
+    assert not (tmp_path / "model.safetensors").exists() and (tmp_path / "modeling_gsm.py").exists()
     again = gsm.load_model(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), again.state_dict().values(), strict=True))
-    with pytest.raises(CheckpointError, match="without its tokenizer.json"):
+    with pytest.raises(CheckpointError, match="tokenizer.json"):
         load_tokenizer(tmp_path)
     shards = sorted(tmp_path.glob("model-*.safetensors"))
     before = digest(tmp_path)
@@ -213,7 +212,7 @@ def test_folders_that_transformers_writes_are_read(folder: Path, theirs: Any, ou
     for place in ("../other.safetensors", str(shards[1])):
         index = {"weight_map": {"model.norm.weight": shards[0].name, "model.embedding.weight": place}}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-        with pytest.raises(CheckpointError, match="cannot be read|do not fit|is missing"):
+        with pytest.raises(CheckpointError, match=str(tmp_path)):
             gsm.load_model(tmp_path)
 
 
@@ -223,10 +222,10 @@ def test_a_model_in_parts_on_several_devices_is_refused(folder: Path, theirs: An
     options: dict[str, Any] = {"device_map": {f"model.{name}": place for name, place in places.items()}}
     assert transformers.AutoModelForCausalLM.from_pretrained(folder, **options)(tokens(1, 4)).logits.isfinite().all()
     options["device_map"]["model.encoder"] = "disk"
-    with pytest.raises(ValueError, match="device_map puts parts of the model on cpu and disk"):
+    with pytest.raises(ValueError, match="^device_map .*cpu and disk"):
         transformers.AutoModelForCausalLM.from_pretrained(folder, **options, offload_folder=tmp_path)
     model = accelerate.cpu_offload(GSMForCausalLM(GSMConfig.of_variant("gsm", "pico", SMALL)), torch.device("cpu"))
-    with pytest.raises(ValueError, match="weights of this model are offloaded"):
+    with pytest.raises(ValueError, match="^device_map .*offloaded"):
         model(tokens(1, 4) % 257)
 
 
@@ -238,24 +237,17 @@ def damaged(folder: Path, place: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"model": {"_target_": "os.system", "command": "true"}}, "not trusted"),
-        ({"model": None}, "model"),
-        ({"run": None}, "describes no model of this project"),
-        ({"model_type": "llama"}, "describes no model of this project"),
-    ],
+    "changes",
+    [{"model": {"_target_": "os.system", "command": "true"}}, {"model": None}, {"run": None}, {"model_type": "llama"}],
     ids=["foreign part", "no model", "no run", "another model"],
 )
-def test_a_folder_is_trusted_as_little_as_a_checkpoint(folder: Path, tmp_path: Path, changes: dict, said: str):
-    with pytest.raises(CheckpointError, match=said):
-        gsm.load_model(damaged(folder, tmp_path, **changes))
-
-
-def test_a_config_that_names_a_foreign_part_builds_nothing(folder: Path, tmp_path: Path):
-    copy = damaged(folder, tmp_path, model={"_target_": "os.system", "command": "touch /tmp/never"})
-    with pytest.raises(ConfigError, match="model._target_"):
-        GSMForCausalLM.from_pretrained(copy)
+def test_a_folder_is_trusted_as_little_as_a_checkpoint(folder: Path, tmp_path: Path, changes: dict):
+    copy = damaged(folder, tmp_path, **changes)
+    with pytest.raises(CheckpointError, match="model"):
+        gsm.load_model(copy)
+    if changes.get("model"):
+        with pytest.raises(ConfigError, match="model._target_"):
+            GSMForCausalLM.from_pretrained(copy)
 
 
 def test_weights_that_are_cut_off_or_of_another_model_are_an_error(folder: Path, tmp_path: Path):
@@ -266,9 +258,9 @@ def test_weights_that_are_cut_off_or_of_another_model_are_an_error(folder: Path,
     other = GSMForCausalLM(GSMConfig.of_variant(overrides="size.dim=64 size.vocabulary=500".split()))
     other.save_pretrained(tmp_path / "other")
     shutil.copy(tmp_path / "other/model.safetensors", copy)
-    with pytest.raises(CheckpointError, match="do not fit"):
+    with pytest.raises(CheckpointError, match="embedding.weight"):
         gsm.load_model(copy)
-    with pytest.raises((ValueError, RuntimeError), match="fit|mismatch"):
+    with pytest.raises((ValueError, RuntimeError)):
         transformers.AutoModelForCausalLM.from_pretrained(copy)
 
 
@@ -308,20 +300,6 @@ def test_the_card_has_the_numbers_of_the_run(folder: Path, tmp_path: Path):
     assert "size=nano" in text
 
 
-def test_pushing_sends_the_weights_and_the_file_that_names_the_code(theirs: Any, monkeypatch: pytest.MonkeyPatch):
-    """Stubs take the place of the hub, so the test needs no network."""
-    sent: dict[str, Any] = {}
-    hub = SimpleNamespace(
-        create_repo=lambda repo_id, **_: SimpleNamespace(repo_id=repo_id),
-        create_commit=lambda **options: sent.update(options),
-    )
-    monkeypatch.setattr("transformers.utils.hub.hf_api", lambda: hub)
-    no_card = SimpleNamespace(save=lambda path: None)
-    monkeypatch.setattr("transformers.utils.hub.create_and_tag_model_card", lambda *_, **__: no_card)
-    theirs.push_to_hub("somebody/gsm-nano")
-    assert {"config.json", "model.safetensors", "modeling_gsm.py"} <= {file.path_in_repo for file in sent["operations"]}
-
-
 @pytest.mark.slow
 def test_the_folder_names_its_code_for_those_who_do_not_import_it(folder: Path):
     """As lm-eval's own backend loads it: a process that has not heard of this project."""
@@ -335,22 +313,17 @@ def test_the_folder_names_its_code_for_those_who_do_not_import_it(folder: Path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ({"checkpoint": "nano", "weights": "int8"}, "weights must be .* got int8"),
-        ({"checkpoint": "nano", "to": __file__}, "because it is a file"),
-        ({"checkpoint": "nano", "to": str(Path(__file__).parent)}, "because the folder is not empty and no export"),
-    ],
+    ("key", "value"), [("weights", "int8"), ("to", __file__), ("to", str(Path(__file__).parent))], ids=str
 )
-def test_what_cannot_be_exported_is_said(words: dict, said: str, tmp_path: Path):
-    with pytest.raises(ConfigError, match=said):
-        export(**{"to": str(tmp_path), **words})
+def test_what_cannot_be_exported_is_refused(key: str, value: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=f"^{key} .*{value}"):
+        export(**{"checkpoint": "nano", "to": str(tmp_path), key: value})
 
 
 def test_the_folder_of_another_model_is_not_replaced(folder: Path, tmp_path: Path):
     copy = damaged(folder, tmp_path, model_type="llama")
     before = {file: file.read_bytes() for file in copy.iterdir()}
-    with pytest.raises(ConfigError, match="because the folder is not empty and no export"):
+    with pytest.raises(ConfigError, match="^to "):
         export("nano", str(copy))
     assert before == {file: file.read_bytes() for file in copy.iterdir()}
     assert export("nano", str(shutil.copytree(folder, tmp_path / "earlier")), "bfloat16").is_dir()

@@ -122,88 +122,66 @@ def test_a_call_gives_the_logits_of_the_text_in_one_piece(call: str, model: Any)
 
 
 FOREIGN = transformers.StaticCache(config=transformers.LlamaConfig(num_hidden_layers=1), max_cache_len=8)
-REFUSED: dict[str, tuple[dict[str, Any] | Callable[[Any], Any], str]] = {  # arguments behind input_ids, or a call
-    "a hole": ({"attention_mask": HOLE}, "padding between the tokens"),
-    "an empty row": ({"attention_mask": NOTHING}, "row without any token"),
-    "an additive mask": ({"attention_mask": (1 - LEFT.float()) * -1e9}, "other values than 0 and 1"),
-    "4D": ({"attention_mask": torch.ones(2, 1, 24, 24)}, r"shape \[2, 1, 24, 24\]"),
-    "a mask of one row": ({"attention_mask": ONES[:1]}, r"shape \[1, 24\]"),
-    "a list": ({"attention_mask": ONES.tolist()}, "Use a tensor"),
-    "behind right padding": (lambda m: behind(m, {"attention_mask": RIGHT[:, :18]}, {}), "padding between the tokens"),
-    "left padding behind": (
-        lambda m: behind(m, {}, {"attention_mask": mask(stop=18).flip(1)}),
-        "differs from the mask",
-    ),
-    "padding behind": (lambda m: behind(m, {}, {"attention_mask": LEFT[:, 2:8]}), "padding between the tokens"),
-    "a short mask behind": (lambda m: behind(m, {}, {"attention_mask": ONES[:, :20]}), r"or, with the .* \[2, 24\]"),
-    "offset positions": ({"position_ids": torch.arange(3, 27)}, "position_ids is 3 at new token 0 of row 0"),
-    "positions over padding": (
-        {"attention_mask": LEFT, "position_ids": torch.arange(24)},
-        "position_ids is 5 at new token 5 of row 1",
-    ),
-    "positions of the whole": (lambda m: behind(m, {}, {"position_ids": torch.arange(24)}), "of the new tokens only"),
-    "positions of floats": ({"position_ids": torch.arange(24.0)}, "whole numbers"),
-    "other positions": (lambda m: behind(m, {}, {"position_ids": torch.arange(19, 25)}), "continues with 18"),
-    "cache_position": ({"cache_position": torch.arange(24)}, "cache_position is not allowed because"),
-    "inputs_embeds": ({"inputs_embeds": torch.zeros(2, 24, 16)}, "inputs_embeds is not allowed because"),
-    "output_attentions": ({"output_attentions": True}, "output_attentions is not allowed because"),
-    "output_hidden_states": ({"output_hidden_states": True}, "output_hidden_states is not allowed because"),
-    "DynamicCache": ({"past_key_values": transformers.DynamicCache()}, "past_key_values is a DynamicCache"),
-    "StaticCache": ({"past_key_values": FOREIGN}, "past_key_values is a StaticCache"),
-    "a legacy cache": ({"past_key_values": ((torch.zeros(2, 1, 3, 4),) * 2,)}, "past_key_values is a tuple"),
-    "a batch of another size": (lambda m: m(NEW[:1], past_key_values=cache(m)), "has 2 sequences and input_ids 1"),
-    "short labels": ({"labels": IDS[:, :5]}, r"labels has the shape \[2, 5\]"),
-    "labels out of range": ({"labels": IDS + 300}, "target .* is not allowed"),
-    "negative rows": ({"logits_to_keep": -1}, "logits_to_keep=-1 is not allowed"),
-    "ids out of range": (lambda m: m(IDS + 300), "token id .* is not allowed"),
-    "negative ids": (lambda m: m(IDS - 300), "token id -.* is not allowed"),
-    "no text": (lambda m: m(IDS[:, :0]), "at least one token"),
-    "no sequence": (lambda m: m(IDS[:0]), "at least one token"),
-    "one dimension": (lambda m: m(IDS[0]), r"input_ids of the shape \[24\] is not allowed"),
-    "generate, a foreign cache": (lambda m: m.generate(IDS, **GREEDY, past_key_values=FOREIGN), "is a StaticCache"),
-    "generate, a static cache": (
-        lambda m: m.generate(IDS, **GREEDY, cache_implementation="static"),
-        "=static is not allowed",
-    ),
-    "generate, assisted": (lambda m: m.generate(IDS[:1], **GREEDY, assistant_model=m), "assisted generation is not"),
-    "generate, lookup": (lambda m: m.generate(IDS[:1], **GREEDY, prompt_lookup_num_tokens=2), "assisted generation is"),
-    "generate, hidden states": (
+REFUSED: list[tuple[str, dict[str, Any] | Callable[[Any], Any]]] = [  # arguments behind input_ids, or a call
+    ("attention_mask", {"attention_mask": HOLE}),
+    ("attention_mask", {"attention_mask": NOTHING}),
+    ("attention_mask", {"attention_mask": (1 - LEFT.float()) * -1e9}),
+    ("attention_mask", {"attention_mask": torch.ones(2, 1, 24, 24)}),
+    ("attention_mask", {"attention_mask": ONES[:1]}),
+    ("attention_mask", {"attention_mask": ONES.tolist()}),
+    ("attention_mask", lambda m: behind(m, {"attention_mask": RIGHT[:, :18]}, {})),
+    ("attention_mask", lambda m: behind(m, {}, {"attention_mask": mask(stop=18).flip(1)})),
+    ("attention_mask", lambda m: behind(m, {}, {"attention_mask": LEFT[:, 2:8]})),
+    ("attention_mask", lambda m: behind(m, {}, {"attention_mask": ONES[:, :20]})),
+    ("position_ids", {"position_ids": torch.arange(3, 27)}),
+    ("position_ids", {"attention_mask": LEFT, "position_ids": torch.arange(24)}),
+    ("position_ids", {"position_ids": torch.arange(24.0)}),
+    ("position_ids", lambda m: behind(m, {}, {"position_ids": torch.arange(24)})),
+    ("position_ids", lambda m: behind(m, {}, {"position_ids": torch.arange(19, 25)})),
+    ("cache_position", {"cache_position": torch.arange(24)}),
+    ("inputs_embeds", {"inputs_embeds": torch.zeros(2, 24, 16)}),
+    ("output_attentions", {"output_attentions": True}),
+    ("output_hidden_states", {"output_hidden_states": True}),
+    ("past_key_values", {"past_key_values": transformers.DynamicCache()}),
+    ("past_key_values", {"past_key_values": FOREIGN}),
+    ("past_key_values", {"past_key_values": ((torch.zeros(2, 1, 3, 4),) * 2,)}),
+    ("past_key_values", lambda m: m(NEW[:1], past_key_values=cache(m))),
+    ("labels", {"labels": IDS[:, :5]}),
+    ("targets", {"labels": IDS + 300}),
+    ("logits_to_keep", {"logits_to_keep": -1}),
+    ("tokens", lambda m: m(IDS + 300)),
+    ("tokens", lambda m: m(IDS - 300)),
+    ("input_ids", lambda m: m(IDS[:, :0])),
+    ("input_ids", lambda m: m(IDS[:0])),
+    ("input_ids", lambda m: m(IDS[0])),
+    ("past_key_values", lambda m: m.generate(IDS, **GREEDY, past_key_values=FOREIGN)),
+    ("cache_implementation", lambda m: m.generate(IDS, **GREEDY, cache_implementation="static")),
+    ("assisted", lambda m: m.generate(IDS[:1], **GREEDY, assistant_model=m)),
+    ("assisted", lambda m: m.generate(IDS[:1], **GREEDY, prompt_lookup_num_tokens=2)),
+    (
+        "output_hidden_states",
         lambda m: m.generate(IDS, **GREEDY, output_hidden_states=True, return_dict_in_generate=True),
-        "output_hidden_states is not allowed because",
     ),
-    "generate, embeddings": (lambda m: m.generate(inputs_embeds=torch.zeros(2, 4, 16), **GREEDY), "inputs_embeds"),
-    "generate, right padding": (lambda m: m.generate(IDS, attention_mask=RIGHT, **GREEDY), "padding on the right"),
-    "generate, a hole in chunks": (
-        lambda m: m.generate(IDS, attention_mask=HOLE, prefill_chunk_size=6, **GREEDY),
-        "padding between the tokens",
-    ),
-    "generate, chunks of nothing": (lambda m: m.generate(IDS, **GREEDY, prefill_chunk_size=0), "Use 1 or more"),
-    "generate, new tokens alone": (lambda m: m.generate(NEW, **GREEDY, past_key_values=cache(m)), "at least one token"),
-    "generate, cache and none": (
-        lambda m: m.generate(IDS, **GREEDY, past_key_values=cache(m), use_cache=False),
-        "use_cache=False",
-    ),
-    "generate, beams behind": (
-        lambda m: m.generate(IDS, **GREEDY, past_key_values=cache(m), num_beams=2),
-        "has 2 sequences and input_ids 4",
-    ),
-    "generate, no room": (lambda m: m.generate(IDS, max_length=5), "max_length"),
-    "checkpointing": (lambda m: m.gradient_checkpointing_enable(), "checkpointing"),
-    "another head": (lambda m: m.set_output_embeddings(m.model.head), "size.vocabulary"),
-    "more rows of the table": (lambda m: m.resize_token_embeddings(9), "size.vocabulary"),
-    "weights that are not tied": (
-        lambda m: GSMForCausalLM(GSMConfig.of(m.config.model, tie_word_embeddings=False)),
-        "tie_word_embeddings=False",
-    ),
-}
+    ("inputs_embeds", lambda m: m.generate(inputs_embeds=torch.zeros(2, 4, 16), **GREEDY)),
+    ("attention_mask", lambda m: m.generate(IDS, attention_mask=RIGHT, **GREEDY)),
+    ("attention_mask", lambda m: m.generate(IDS, attention_mask=HOLE, prefill_chunk_size=6, **GREEDY)),
+    ("prefill_chunk_size", lambda m: m.generate(IDS, **GREEDY, prefill_chunk_size=0)),
+    ("input_ids", lambda m: m.generate(NEW, **GREEDY, past_key_values=cache(m))),
+    ("use_cache", lambda m: m.generate(IDS, **GREEDY, past_key_values=cache(m), use_cache=False)),
+    ("past_key_values", lambda m: m.generate(IDS, **GREEDY, past_key_values=cache(m), num_beams=2)),
+    ("max_length", lambda m: m.generate(IDS, max_length=5)),
+    ("checkpointing", lambda m: m.gradient_checkpointing_enable()),
+    ("size.vocabulary", lambda m: m.set_output_embeddings(m.model.head)),
+    ("size.vocabulary", lambda m: m.resize_token_embeddings(9)),
+    ("tie_word_embeddings", lambda m: GSMForCausalLM(GSMConfig.of(m.config.model, tie_word_embeddings=False))),
+]
 
 
-@pytest.mark.parametrize("call", REFUSED)
+@pytest.mark.parametrize(("key", "call"), REFUSED, ids=lambda x: x if isinstance(x, str) else None)
 @pytest.mark.filterwarnings("ignore")  # of transformers, before it refuses
-def test_a_call_without_an_answer_is_refused_in_a_sentence(call: str, model: Any):
-    arguments, words = REFUSED[call]
-    with pytest.raises((ValueError, NotImplementedError), match=words):
-        model(IDS, **arguments) if isinstance(arguments, dict) else arguments(model)
+def test_a_call_without_an_answer_is_refused_by_its_key(key: str, call: Any, model: Any):
+    with pytest.raises((ValueError, NotImplementedError), match=key):
+        model(IDS, **call) if isinstance(call, dict) else call(model)
 
 
 def test_a_prompt_without_tokens_begins_with_the_end_of_text(model: Any):
@@ -221,7 +199,7 @@ def test_scores_that_are_not_finite_choose_no_token(model: Any, value: float, op
     """Token 0 was written, by the greedy loop of transformers."""
     broken = copy.deepcopy(model)
     broken.model.norm.weight.fill_(value)
-    with pytest.raises(ValueError, match="scores of the next token are not finite"):
+    with pytest.raises(ValueError, match="scores"):
         broken.generate(FIRST, **{**GREEDY, **options})
 
 

@@ -334,13 +334,6 @@ def test_recomputing_activations_changes_no_gradient_of_a_sample():
         assert_same(grads[1][name], grad, f"gradient of {name}", 1e-12)
 
 
-def test_an_unknown_value_of_beyond_is_refused():
-    with pytest.raises(
-        ValueError, match=r"model\.indexer_training\.beyond='all' is not allowed. Use 'sampled' or 'selected'"
-    ):
-        KL(beyond="all")
-
-
 @pytest.mark.parametrize("name", ["paper_long_context", "paper_cot", "paper_ablate_indexer", "afternoon"])
 def test_recipes_that_go_to_64k_train_indexers_on_a_sample_there_and_say_so(name):
     """As their comments tell: below, on every row."""

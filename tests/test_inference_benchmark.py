@@ -140,9 +140,9 @@ def test_runs_alternate_and_what_finds_no_room_comes_after(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"runs": 0}, "'runs': 0.*give 1 or more"),
-        ({"lengths": [0]}, r"lengths \[0\].*give 1 or more"),
-        ({"dtype": "float31"}, "dtype=float31 is not allowed. Use float32, bfloat16"),
+        ({"runs": 0}, "'runs': 0"),
+        ({"lengths": [0]}, r"lengths \[0\]"),
+        ({"dtype": "float31"}, "^dtype .*got float31"),
     ],
 )
 def test_a_value_out_of_range_is_one_sentence(options, said):

@@ -101,7 +101,7 @@ def test_an_interval_is_that_of_resampled_means():
     means = (sums[drawn].sum(1) / weights[drawn].sum(1)).double()
     want = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     assert over_windows(sums.tolist(), weights.tolist()) == pytest.approx(want, rel=0.03)
-    with pytest.raises(ValueError, match="there are 1 sums and 2 weights"):
+    with pytest.raises(ValueError, match="1 sums.*2 weights"):
         over_windows([1.0], [1.0, 2.0])
 
 
@@ -138,7 +138,7 @@ def test_lengths_are_read_as_a_list_or_a_range():
     assert whole_numbers("4096:65536") == list(Lengths().lengths)
     assert commands.choose(["checkpoint=x", "lengths=paper"]) == (Lengths, ["checkpoint=x"])
     for wrong in ("4k", "256:1000", "1:2:3:4", "512:256", "0,1"):
-        with pytest.raises(SystemExit, match=f"lengths is '{wrong}', but takes whole numbers"):
+        with pytest.raises(SystemExit, match=f"lengths .*'{wrong}'"):
             commands.call(["checkpoint=x", f"lengths={wrong}"])
 
 

@@ -272,7 +272,7 @@ def test_a_model_from_the_meta_device_has_one_weight_for_embedding_and_head(assi
     state, model = build("transformer").state_dict(), build("transformer").to("meta")
     assert (model if assign else model.to_empty(device="cpu")).load_state_dict(state, assign=assign)
     assert model.head.weight is model.embedding.weight and not model.head.weight.is_meta
-    with pytest.raises(ValueError, match="head.weight is not allowed to differ from embedding.weight"):
+    with pytest.raises(ValueError, match="^head.weight"):
         model.load_state_dict(state | {"head.weight": state["head.weight"] + 1})
 
 
@@ -280,7 +280,7 @@ def test_a_memory_of_inference_mode_is_refused_while_gradients_are_recorded():
     model, tokens = build("transformer"), random_tokens(1, 6)
     with torch.inference_mode():
         memory = model(tokens, memory=model.start()).memory
-    with pytest.raises(ValueError, match="memory made in torch.inference_mode"):
+    with pytest.raises(ValueError, match="^memory"):
         model(tokens, memory=memory)
 
 

@@ -21,15 +21,9 @@ def test_auto_is_the_cpu_where_there_is_no_gpu_also_on_a_mac(monkeypatch: pytest
     assert trainers.settings(compose(SIZES))["accelerator"] == "cpu"
 
 
-@pytest.mark.parametrize("accelerator", ["mps", "tpu"])
-def test_another_accelerator_is_refused(accelerator: str):
-    with pytest.raises(ConfigError, match="trainer.accelerator"):
-        trainers.settings(compose([*SIZES, f"trainer.accelerator={accelerator}"]))
-
-
 @pytest.mark.parametrize("device", ["mps", "mps:0", "xpu"])
 def test_another_device_of_a_command_is_refused(device: str):
-    with pytest.raises(ConfigError, match=f"^device={device} is not allowed because"):
+    with pytest.raises(ConfigError, match=f"^device .*{device}"):
         usable(device)
 
 
@@ -37,5 +31,5 @@ def test_a_model_refuses_tokens_on_another_device(monkeypatch: pytest.MonkeyPatc
     """The CPU plays the untried device."""
     model = build("gsm")
     monkeypatch.setattr(checks, "DEVICES", ("cuda",))
-    with pytest.raises(ValueError, match="tokens on cpu are not allowed because this device is untested. Move"):
+    with pytest.raises(ValueError, match="^tokens .*cpu"):
         model(torch.zeros(1, 3, dtype=torch.int64))

@@ -29,7 +29,7 @@ GIVEN = ["size=pico", "data=needle", "trainer=cpu", "trainer.max_steps=1"]
 )
 def test_sizes_beyond_memory_are_one_sentence(word: str, tmp_path: Path):
     with (
-        pytest.raises(SystemExit, match=r"^error: .*(too large|must be at least|out of memory)") as refusal,
+        pytest.raises(SystemExit, match="^error: (model|data|out of memory|size)") as refusal,
         errors_as_sentences(),
     ):
         train(compose([*GIVEN, f"logs={tmp_path / 'logs'}", word]))
@@ -43,18 +43,9 @@ def test_a_sketch_draws_no_random_numbers(model: str):
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError("Unable to allocate 4.58 GiB for an array"),
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has"),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried"),
-    ],
-)
-def test_memory_that_runs_out_is_one_sentence(error: BaseException):
-    with pytest.raises(SystemExit) as refusal, errors_as_sentences():
-        raise error
-    assert str(refusal.value).startswith("error: out of memory (") and "\n" not in str(refusal.value)
+def test_memory_that_runs_out_is_one_line():
+    with pytest.raises(SystemExit, match="^error: out of memory [^\n]*$"), errors_as_sentences():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has")
 
 
 def test_another_error_keeps_its_traceback():

@@ -219,7 +219,7 @@ def test_a_checkpoint_of_another_format_is_one_sentence(mine: Path):
     last = folder_of(mine.parent / "logs/default") / "checkpoints/step_00000001"
     state = json.loads((last / "state.json").read_text())
     (last / "state.json").write_text(json.dumps({**state, "format": 99}))
-    message = r"step_00000001 has format 99, and this version reads format \d"
+    message = "step_00000001.* 99"
     with pytest.raises(CheckpointError, match=message):
         read_checkpoint(last)
     with pytest.raises(CheckpointError, match=message):

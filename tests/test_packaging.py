@@ -60,18 +60,18 @@ def test_importing_gsm_is_light() -> None:
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
     import gsm
 
-    with pytest.raises(AttributeError, match=r"'biuld_model'.*build_model, explore, load_model, patch, record"):
+    with pytest.raises(AttributeError, match="'biuld_model'.*build_model"):
         gsm.biuld_model  # noqa: B018
 
 
 def test_configs_missing_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(paths, "ROOT", tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"Clone the repository and run `pip install -e \.`"):
+    with pytest.raises(FileNotFoundError, match="pip install -e"):
         paths.variants("model")
 
 
 def test_an_unknown_config_group_is_named() -> None:
-    with pytest.raises(ValueError, match="'model/writter' not found"):
+    with pytest.raises(ValueError, match="'model/writter'"):
         paths.variants("model/writter")
 
 

@@ -214,10 +214,7 @@ def test_a_selection_of_slots_that_a_row_may_not_see_is_refused():
     model, token_BT = build("gsm", geometry=SHALLOW), random_tokens(1, T)
     for slot in (99, T // RATIO - 1, -2):
         with (
-            pytest.raises(
-                ValueError,
-                match=rf"encoder/2/top_k with slot {slot} is not allowed because row 0 .* from 0 on and before 0",
-            ),
+            pytest.raises(ValueError, match=rf"^encoder/2/top_k .*got {slot}$"),
             gsm.patch("encoder/2/top_k", lambda chosen_BRK, slot=slot: torch.full_like(chosen_BRK, slot)),
         ):
             model(token_BT)
@@ -228,7 +225,7 @@ def test_a_patch_of_positions_must_return_them_unchanged():
     with gsm.patch("*", lambda x: x):
         model(token_BT)
     with (
-        pytest.raises(ValueError, match="a patch of position is not allowed .*documents="),
+        pytest.raises(ValueError, match="^position "),
         gsm.patch("*", lambda x: x + 1),
     ):
         model(token_BT)
@@ -241,9 +238,7 @@ def test_a_patch_of_positions_must_return_them_unchanged():
 def test_a_replacement_of_another_shape_dtype_or_device_is_refused(wrong: Callable, gives: str):
     model, token_BT = build("gsm", geometry=SHALLOW), random_tokens(1, T)
     with (
-        pytest.raises(
-            ValueError, match=rf"state/entries that returns {gives}.* is not allowed .* float64 \[1, 17, 8\] on cpu"
-        ),
+        pytest.raises(ValueError, match=rf"state/entries .*float64 \[1, 17, 8\] on cpu.*{gives}"),
         gsm.patch("state/entries", wrong),
     ):
         model(token_BT)
@@ -253,7 +248,7 @@ def test_a_replacement_of_another_shape_dtype_or_device_is_refused(wrong: Callab
 def test_an_unknown_name_raises_an_error_with_the_taps_of_the_calls():
     model, token_BT = build("gsm", geometry=SHALLOW), random_tokens(1, T)
     with (
-        pytest.raises(KeyError, match=r"'stage/entries' in these calls; they have: .*state/entries"),
+        pytest.raises(KeyError, match="'stage/entries'.*state/entries"),
         gsm.patch("stage/entries", abs),
     ):
         model(token_BT)
@@ -311,7 +306,7 @@ def test_a_patch_of_one_model_does_not_change_other_models():
 @torch.no_grad()
 def test_a_patch_of_a_model_that_is_never_called_is_an_error():
     one, other, token_BT = build("gsm", geometry=SHALLOW), build("gsm", geometry=SHALLOW, seed=1), random_tokens(1, T)
-    with pytest.raises(ValueError, match="never the model of the patch"), gsm.patch("hidden", abs, one):
+    with pytest.raises(ValueError, match="^model "), gsm.patch("hidden", abs, one):
         other(token_BT)
     with gsm.patch("hidden", abs, one):
         pass
@@ -322,7 +317,7 @@ def test_a_wrapper_of_a_model_is_refused_as_the_model(around: Callable):
     """A wrapper's calls are calls of the model inside, so the patch would change nothing."""
     wrapper = around(build("gsm", geometry=SHALLOW))
     with (
-        pytest.raises(TypeError, match=f"{type(wrapper).__name__} is not allowed .* the model before torch.compile"),
+        pytest.raises(TypeError, match=f"^model .*{type(wrapper).__name__}"),
         gsm.patch("hidden", abs, wrapper),
     ):
         pytest.fail("the block was entered")

@@ -51,7 +51,7 @@ def test_one_place_is_replaced_at_a_time():
 
 def test_equal_answers_of_both_calls_leave_nothing_to_restore():
     pair = patching.question_pair(ask(TASK, T, 2), TASK)
-    with pytest.raises(ValueError, match=r"answers both calls equally: log p\(right\) - log p\(wrong\) is"):
+    with pytest.raises(ValueError, match="^pair"):
         patching.by_part(build("gsm"), replace(pair, corrupted_NT=pair.clean_NT), {"out": "hidden"})
 
 

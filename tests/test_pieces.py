@@ -321,7 +321,7 @@ def refused() -> None:
     assert tokens is not None
     wrong, memory = tokens.clone(), model.start(2, 100)
     wrong[0, 70] = 99
-    with pytest.raises(ValueError, match="token id 99 is not allowed"):
+    with pytest.raises(ValueError, match="^tokens .*99"):
         context.prefill(model, wrong, memory)
     with patch.object(model, "_read", side_effect=MemoryError), pytest.raises(MemoryError):
         context.prefill(model, tokens, memory)

@@ -95,10 +95,5 @@ def test_the_page_has_its_tables(tmp_path: Path):
     output = str(tmp_path / "plan.md")
     text = plan.run(ASSUMED, ["pico"], "pico", [8, 64], [64, 1024], output=output).read_text()
     assert text.count("\n| --- |") == 5 and "the paper measured 44.06" in text
-    with pytest.raises(ValueError, match="gpus=.* are not allowed"):
+    with pytest.raises(ValueError, match="^gpus"):
         plan.run(ASSUMED, ["pico"], gpus=[0])
-
-
-def test_an_assumption_out_of_range_is_refused():
-    with pytest.raises(ValueError, match="assumed.hbm=0 is not allowed"):
-        replace(ASSUMED, hbm=0)

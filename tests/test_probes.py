@@ -78,13 +78,6 @@ def test_a_state_holds_its_own_token_and_no_token_beyond_its_reach():
     assert results["state"][1].accuracy > 0.8
     for by_distance in results.values():
         assert by_distance[30].accuracy < 0.45, "3 windows of 4 and a state of 7 end before 30; chance is 0.25"
-    with pytest.raises(ValueError, match="distance=35 is not allowed"):
-        probes.by_distance(model, token_BT, [34], [35])
-
-
-def test_a_model_without_a_state_is_named():
-    with pytest.raises(ValueError, match="is not allowed because it has no state"):
-        probes.states(build("transformer"), random_tokens(1, 4), [3])
 
 
 def test_a_needles_value_is_read_where_its_key_is_asked_and_not_before(monkeypatch: pytest.MonkeyPatch):

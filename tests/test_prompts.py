@@ -58,7 +58,7 @@ def test_generation_restores_the_mode_of_every_part():
     for _ in range(2):
         next(stream)
         assert [module.training for module in model.modules()] == before and torch.is_grad_enabled()
-    with pytest.raises(ValueError, match="token id .* is not allowed"):
+    with pytest.raises(ValueError, match="^tokens"):
         next(model.stream(random_tokens(1, 4) + GEOMETRY.vocabulary, 3))
     assert [module.training for module in model.modules()] == before
 
@@ -76,21 +76,8 @@ def test_generation_computes_as_in_evaluation_even_between_steps_of_training(mon
     ["hello", {1, 2}, {"input_ids": [1]}, (x for x in (1, 2)), None, ["a"], [None]],
     ids=lambda prompt: type(prompt).__name__,
 )
-def test_a_prompt_without_ids_is_one_sentence(prompt: Any):
+def test_a_prompt_without_ids_is_refused(prompt: Any):
     model = build("transformer", geometry=SHALLOW)
     for writer in (model, Engine(model, capacity=20)):
-        with pytest.raises(
-            ValueError, match=r"prompt=.* is not allowed because a prompt holds ids. Use a tensor \[B, T\]"
-        ):
+        with pytest.raises(ValueError, match="^prompt "):
             writer.generate(prompt, 2)
-
-
-@pytest.mark.parametrize("options", [{"temperature": None}, {"temperature": "1"}, {"top_p": None}], ids=str)
-def test_sampling_takes_numbers(options: dict[str, Any]):
-    with pytest.raises(ValueError, match="it is not a number"):
-        build("transformer", geometry=SHALLOW).generate([1, 2], 2, **options)
-
-
-def test_a_decoded_token_is_a_tensor():
-    with pytest.raises(ValueError, match=r"token_B=3 is not allowed. Use a tensor \[1\]"):
-        Engine(build("transformer", geometry=SHALLOW), capacity=20).decode(3)  # type: ignore[arg-type]

@@ -94,12 +94,6 @@ def test_no_number_of_any_yaml_may_be_below_what_it_means(configs: dict[str, dic
 
 
 OUTSIDE = (
-    "trainer.gradient_clip_val=-1",
-    "trainer.max_steps=0",
-    "trainer.val_check_interval=0",
-    "seed=-1",
-    "jobs=0",
-    "global_batch=0",
     "model.indexer_weight=-1",
     "size.rope_base=0",
     "size.encoder_layers=2000",

@@ -107,7 +107,7 @@ def test_a_packed_file_that_was_cut_short_is_named(packed: str, kind: str, tmp_p
     sound = path.read_bytes()
     for length in (len(sound) // 2, len(sound) - 1):
         path.write_bytes(sound[:length])
-        with pytest.raises(ValueError, match=rf"a\.{kind}\{packed} is damaged or cut short"):
+        with pytest.raises(ValueError, match=rf"a\.{kind}\{packed}"):
             list(read_pieces(path))
 
 

@@ -221,23 +221,6 @@ def test_delta_product_of_one_step_is_delta_net():
     assert torch.equal(alone(one, x_BTD, span), alone(net, x_BTD, span))
 
 
-@pytest.mark.parametrize(
-    ("name", "knobs", "message"),
-    [
-        ("delta_net", {"largest_beta": 2.5}, "largest_beta=2.5 is not allowed .* above 0 and at most 2"),
-        ("delta_product", {"steps": 0}, "steps=0 is not allowed because it is below 1"),
-        ("linear_attention", {"convolution": 0}, "convolution=0 is not allowed because it is below 1"),
-        ("gsa", {"slots": 0}, "slots=0 is not allowed because it is below 1"),
-        ("raven", {"top_k": 9}, "top_k=9 is not allowed. Use a number from 1 to the 8 slots"),
-        ("gsa", {"damping": 0.0}, "damping=0.0 is not allowed. Use a number above 0"),
-        ("mamba3", {"rotated": 3}, "rotated=3 is not allowed. Use an even number from 2 to the 8 channels"),
-    ],
-)
-def test_an_invalid_argument_is_named(name, knobs, message):
-    with pytest.raises(ValueError, match=message):
-        mixer_of(name, **knobs)
-
-
 def test_the_convolution_equals_pytorch_s_on_one_document():
     convolution, x_BTC = ShortConvolution(6, 4).double(), torch.randn(2, 11, 6, dtype=torch.float64)
     want = F.conv1d(F.pad(x_BTC.mT, (3, 0)), convolution.weight.flip(-1)[:, None], groups=6).mT
@@ -273,13 +256,6 @@ def test_a_memory_has_its_full_size_from_the_start(name):
         assert {kind: size for kind, size in memory.breakdown().items() if kind in sizes} == sizes
         memory = model(random_tokens(3, 9), memory=memory, rows=1).memory
         assert {kind: size for kind, size in memory.breakdown().items() if kind in sizes} == sizes
-
-
-@torch.no_grad()
-def test_a_memory_fits_no_model_of_other_widths():
-    memory = build("delta_net").start()
-    with pytest.raises(ValueError, match="it was made by another model"):
-        build("delta_product")(random_tokens(1, 3), memory=memory)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -254,9 +254,7 @@ def test_the_interval_over_books_is_of_books_and_the_verdict_of_seeds(tmp_path: 
     assert re.search(r"\| near \| 2 \| .* \| \+0.0010 \|", made) and "seeds 0, 2." in made
     with pytest.raises(ConfigError, match="^without .*0, 1, 2, got 3"):
         rows.table("x books/bits_per_byte without=3", tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"^unknown arm 'nea'; did you mean near\? Known in x.csv: far, gsm, near, uneven"
-    ):
+    with pytest.raises(ConfigError, match="'nea'.*near"):
         rows.table("x books/bits_per_byte arms=gsm,nea", tmp_path)
     made = rows.table("x books/bits_per_byte against=gsm margin=0.005", tmp_path)
     assert "| near | +0.0010 | +0.0010 [+0.0010, +0.0010] | yes |" in made

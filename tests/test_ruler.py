@@ -204,6 +204,6 @@ def test_word_lists_are_builtin_or_come_from_the_package(tmp_path: Path, monkeyp
     monkeypatch.delitem(sys.modules, "wonderwords", raising=False)
     wanted = ["red-cat", "red-dog", "ad hoc-cat", "ad hoc-dog"]
     assert list(open_keys("wonderwords")) == wanted
-    with pytest.raises(ValueError, match="keys=words.json is not allowed because it is unknown. Use builtin or wonder"):
+    with pytest.raises(ValueError, match="^keys "):
         open_keys("words.json")
     assert list(open_keys("builtin", words=2)) == ["amber-anchor", "amber-barrel", "ancient-anchor", "ancient-barrel"]

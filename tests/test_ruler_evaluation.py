@@ -210,5 +210,5 @@ def test_the_script_takes_its_names_with_ruler_before_them(monkeypatch: pytest.M
     runpy.run_path(str(ROOT / "evaluate.py"), run_name="__main__")
     assert "ruler.examples=20" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["evaluate.py", "checkpoint=none", "ruler.lenths=5"])
-    with pytest.raises(SystemExit, match="unknown argument 'lenths'; did you mean lengths"):
+    with pytest.raises(SystemExit, match="'lenths'.*lengths"):
         runpy.run_path(str(ROOT / "evaluate.py"), run_name="__main__")

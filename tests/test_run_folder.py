@@ -12,11 +12,9 @@ import subprocess
 import sys
 from functools import lru_cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny_text
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from short_runs import TINY
@@ -27,9 +25,7 @@ from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import CheckpointError
 from gsm.config.stored import checkpoint_folder, digest, named, origin
-from gsm.evaluation.generate import generate
 from gsm.training import run as fit
-from gsm.training.callbacks.checkpoints import Latest
 from gsm.training.callbacks.interruption import Interrupted
 from gsm.training.callbacks.metrics_file import MetricsFile
 from gsm.training.folder import Begin, begin, compared_with_last, finished, held, note
@@ -73,9 +69,9 @@ def trained_on(folder: Path, path: Path, **changes: Any) -> dict[str, Any]:
 def test_an_unfinished_run_goes_on_only_with_its_own_text(tmp_path: Path):
     last = leave(tmp_path / "run")
     assert begin(config(tmp_path / "run"), TEXT) == Begin(last, 7, own=True)
-    with pytest.raises(ConfigError, match=r"run differs in the data's corpus \(a{12}\.\.\. there, c{12}\.\.\. here\)"):
+    with pytest.raises(ConfigError, match="corpus .*a{12}.*c{12}"):
         begin(config(tmp_path / "run"), OTHER)
-    with pytest.raises(ConfigError, match=r"start_fresh .* the data's corpus \(a{12}"):
+    with pytest.raises(ConfigError, match="^start_fresh .*corpus"):
         begin(trained_on(tmp_path / "other", last), OTHER)
     assert last.is_dir()
 
@@ -88,7 +84,7 @@ def test_a_text_that_has_moved_is_the_same_run(tmp_path: Path):
     assert address(elsewhere) == address(config(folder))
     assert finished(config(folder), lambda: pytest.fail("the same path"))
     assert finished(elsewhere, lambda: TEXT)
-    with pytest.raises(ConfigError, match="the data's corpus"):
+    with pytest.raises(ConfigError, match="corpus"):
         finished(elsewhere, lambda: OTHER)
 
 
@@ -115,9 +111,7 @@ def test_a_damaged_step_has_a_remedy(tmp_path: Path):
     before = leave(tmp_path / "run")
     last = leave(tmp_path / "run", global_step=9)
     (last / "model.safetensors").write_bytes(b"half")
-    with pytest.raises(
-        CheckpointError, match=f"remove .*run to start over, or .*{last.name} to go on from {before.name}"
-    ):
+    with pytest.raises(CheckpointError, match=f"remove .*{last.name} .*{before.name}"):
         begin(config(tmp_path / "run"), TEXT)
 
 
@@ -141,13 +135,13 @@ def test_a_run_trains_on_only_with_the_settings_of_the_other(tmp_path: Path, cha
 
 def test_a_run_that_is_shorter_than_the_step_it_begins_with_is_refused(tmp_path: Path):
     last = leave(tmp_path / "old")
-    with pytest.raises(CheckpointError, match="^trainer.max_steps must be at least 7"):
+    with pytest.raises(CheckpointError, match="^trainer.max_steps .* 7,"):
         begin(trained_on(tmp_path / "run", last, trainer__max_steps=6), TEXT)
     assert begin(trained_on(tmp_path / "run", last, trainer__max_steps=7), TEXT).step == 7
 
 
 def test_a_model_alone_is_not_trained_on(tmp_path: Path):
-    with pytest.raises(CheckpointError, match="model alone"):
+    with pytest.raises(CheckpointError, match="needle_gsm"):
         begin(trained_on(tmp_path / "run", Path("needle_gsm")), TEXT)
 
 
@@ -225,39 +219,10 @@ def test_a_disk_without_locks_is_trained_on(tmp_path: Path, number: int, monkeyp
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     made = config(tmp_path / f"x-{address(composed())}")
-    with held(made), pytest.raises(ConfigError, match=rf"process {os.getpid()} on .*remove .*\.locks"), held(made):
+    with held(made), pytest.raises(ConfigError, match=rf" {os.getpid()} .*\.locks"), held(made):
         pass
     with held(made):
         pass
-
-
-def test_a_text_shorter_than_a_sequence_is_one_sentence(tmp_path: Path):
-    (tmp_path / "text").mkdir()
-    tiny_text.write(tmp_path / "text")
-    data = {**composed()["data"], "path": str(tmp_path / "text"), "cache_dir": str(tmp_path), "context": 1_000_000}
-    with pytest.raises(ConfigError, match="^data: "):
-        fit.open_data({"data": data})
-
-
-def test_a_save_that_takes_long_is_not_repeated_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """With a checkpoint of minutes and minutes=2, half of the time went into saving."""
-    now, saves = [0.0], []
-    monkeypatch.setattr("gsm.training.callbacks.checkpoints.time.monotonic", lambda: now[0])
-
-    def save(path: Path, weights_only: bool) -> None:
-        now[0] += 60.0
-        saves.append(now[0])
-
-    strategy = SimpleNamespace(broadcast=lambda value: value)
-    trainer: Any = SimpleNamespace(global_step=1, loggers=[], save_checkpoint=save, strategy=strategy)
-    latest = Latest(tmp_path, minutes=2)
-    trainer.callbacks, trainer.is_global_zero = [latest], True
-    latest.on_train_start(trainer, trainer)
-    while now[0] < 3000:
-        now[0] += 10.0
-        trainer.global_step += 1
-        latest.on_train_batch_start(trainer, trainer, None, 0)
-    assert saves == [190.0, 1460.0, 2730.0], "once after two minutes, then a minute in every twenty-one"
 
 
 def test_the_exit_code_is_that_of_the_signal_also_before_training_begins():
@@ -265,18 +230,6 @@ def test_the_exit_code_is_that_of_the_signal_also_before_training_begins():
     assert fit._exit_code(SIGTERMException()) == 128 + signal.SIGTERM
     assert fit._exit_code(Interrupted(signal.SIGUSR1)) == 128 + signal.SIGUSR1
     assert fit._exit_code(SystemExit(1)) == 128 + signal.SIGINT
-
-
-@pytest.mark.parametrize(
-    ("saved", "words"),
-    [(None, "step 9 of 30; nothing was saved"), (9, "9 of 30, and saved;"), (6, "30, saved at step 6;")],
-)
-def test_the_farewell_names_only_checkpoints_of_this_run(tmp_path: Path, saved: int | None, words: str):
-    """Once the farewell claimed a checkpoint that an earlier part of the run had saved."""
-    latest = Latest(leave(tmp_path))
-    latest.saved = saved
-    run: Any = SimpleNamespace(trainer=SimpleNamespace(global_step=9, max_steps=30, callbacks=[latest]))
-    assert words in fit._farewell(run)
 
 
 def test_lines_that_are_garbled_are_dropped(tmp_path: Path):
@@ -287,9 +240,3 @@ def test_lines_that_are_garbled_are_dropped(tmp_path: Path):
     )
     file.rewind(2)
     assert file.path.read_text() == "step,name,value\n1,train/loss,1\n2,train/loss,0.5\n"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_generate_says_that_there_is_no_gpu(tmp_path: Path):
-    with pytest.raises(ConfigError, match="^device is 'cuda', but PyTorch cannot use it"):
-        generate(str(leave(tmp_path)), device="cuda")

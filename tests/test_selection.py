@@ -31,12 +31,6 @@ def test_a_bank_smaller_than_k_leaves_k_alone():
     assert {schedule.top_k(progress / 10, own=16, slots=9) for progress in range(10)} == {16}
 
 
-@pytest.mark.parametrize(("until", "shrink"), [(-0.1, 0.2), (0.8, 0.3)])
-def test_invalid_fractions_are_refused(until, shrink):
-    with pytest.raises(ValueError, match="^until=.* is not allowed because .* Use "):
-        DenseFirst(until, shrink)
-
-
 class Spy(lightning.Callback):
     """Notes K of every module that selects, in training steps and in validation."""
 

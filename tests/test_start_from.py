@@ -71,13 +71,13 @@ def test_what_changes_no_parameter_may_differ(home: Path):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["size.dim=24"], r"differs in model.geometry.dim \(16 there, 24 here\), and so do parameters"),
-        (["model/writer=gated"], r"differs in model.writer._target_ \(.*Additive there, .*Gated here\)"),
-        (["model=baseline"], "start_from=.* holds the weights of another model"),
+        (["size.dim=24"], r"model.geometry.dim \(16 there, 24 here\)"),
+        (["model/writer=gated"], r"model.writer._target_ \(.*Additive there, .*Gated here\)"),
+        (["model=baseline"], "model._target_"),
     ],
 )
 def test_another_model_is_refused_with_the_fields_that_differ(home: Path, more: list[str], said: str):
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=f"^start_from .*{said}"):
         train(composed(home, f"name={'-'.join(more).replace('/', '_').replace('=', '_')}", *more))
 
 
@@ -206,8 +206,8 @@ def test_a_finished_run_stays_finished_when_its_parent_is_gone(home: Path, capsy
 
 def test_what_is_no_checkpoint_is_said(tmp_path: Path):
     (tmp_path / "old.ckpt").write_bytes(b"no")
-    with pytest.raises(CheckpointError, match="is a file"):
+    with pytest.raises(CheckpointError, match="old.ckpt"):
         digest(tmp_path / "old.ckpt")
-    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+    with pytest.raises(FileNotFoundError, match="lost"):
         digest(tmp_path / "lost")
     assert digest(None) is None

@@ -142,9 +142,7 @@ def test_the_dtype_of_a_memory_is_that_of_the_model():
 def test_a_static_memory_is_refused_while_gradients_are_recorded():
     model, tokens = build("gsm-writer=additive"), random_tokens(1, 5)
     memory = model.start(capacity=10)
-    with pytest.raises(
-        ValueError, match=r"while gradients are recorded because it is written in place. Use torch.no_grad\(\)"
-    ):
+    with pytest.raises(ValueError, match="^memory"):
         model(tokens, memory=memory)
     assert memory.used == 0
     with torch.inference_mode():
@@ -155,8 +153,6 @@ def test_a_static_memory_is_refused_while_gradients_are_recorded():
 def test_a_store_that_changes_its_shape_is_refused_before_any_write():
     memory = replace(build("gsm-writer=additive").start(capacity=10), stages=(torch.zeros(2),))
     after = replace(memory.clone(), document_B=torch.ones(1, dtype=torch.int64), stages=(torch.zeros(3),))
-    with pytest.raises(
-        TypeError, match=r"bookkeeping of shape \[3\] is not allowed because a static memory holds \[2\]"
-    ):
+    with pytest.raises(TypeError, match="^bookkeeping"):
         memory.advance(after, tokens=1, single_document=True, rows=1)
     assert memory.document_B.item() == -1 and memory.used == 0

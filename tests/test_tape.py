@@ -80,7 +80,7 @@ def test_random_numbers_are_drawn_again():
     ],
 )
 def test_a_call_that_reads_a_value_on_the_host_is_refused(look):
-    with pytest.raises(RuntimeError, match="reads a value while a call is recorded"):
+    with pytest.raises(RuntimeError, match="recorded"):
         recorded(lambda: look(torch.ones(3)) * torch.ones(3))
 
 

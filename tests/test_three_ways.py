@@ -93,12 +93,8 @@ def rows_of_blocks(model: LanguageModel) -> Iterator[Counter[str]]:
             hook.remove()
 
 
-def test_rows_below_one_need_a_memory():
+def test_rows_below_one_with_a_memory():
     model, tokens = build("gsm-writer=additive"), random_tokens(1, 5)
-    with pytest.raises(ValueError, match="rows=0 is not allowed .* below 1 only with a memory and without targets"):
-        model(tokens, rows=0)
-    with pytest.raises(ValueError, match="rows=-3 is not allowed .* below 1 only with a memory and without targets"):
-        model(tokens, targets=tokens, memory=model.start(), rows=-3)
     out = model(tokens, memory=model.start(), rows=0)
     assert out.logits.shape == (1, 0, model.vocabulary) and out.memory.used == 5
 
@@ -109,10 +105,7 @@ def test_rows_that_an_earlier_call_pruned_are_refused(capacity: int | None):
     """Their prerequisites were not computed, so without the error they would be silently wrong."""
     model, tokens = build("gsm-writer=additive"), random_tokens(1, 12)
     memory = model(tokens[:, :6], memory=model.start(capacity=capacity), rows=1 - 4).memory
-    with pytest.raises(
-        ValueError,
-        match=r"rows=4 is not allowed because it begins at token 6, .* pruned everything before token 9. Use",
-    ):
+    with pytest.raises(ValueError, match="^rows .*9.* 6"):
         model(tokens[:, 6:10], memory=memory)
     out = model(tokens[:, 6:10], memory=memory, rows=1)
     assert_same(out.logits, model(tokens[:, :10], rows=1).logits, "the row that was wanted")

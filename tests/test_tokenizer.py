@@ -65,7 +65,7 @@ def test_a_tokenizer_travels_as_plain_strings(tokenizer: Tokenizer) -> None:
 
 def test_ids_that_only_the_model_has_decode_to_a_replacement_character(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([tokenizer.vocabulary, 10**6]) == "\N{REPLACEMENT CHARACTER}" * 2
-    with pytest.raises(ValueError, match="token id -1 is negative"):
+    with pytest.raises(ValueError, match="-1"):
         tokenizer.decode([-1])
 
 

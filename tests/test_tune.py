@@ -332,7 +332,7 @@ def test_arms_with_different_best_values_share_no_run(real: Callable[..., Experi
         ({RATE: [1, 2], "by": {"accuracy": "best"}}, r"^tune\.by .*'best'"),
         ({RATE: [1, 2], "by": {"ppl/loss": "lowest"}}, r"^tune\.by .*ppl/loss"),
         ({RATE: [1, 2], "seeds": []}, "^seeds "),
-        ({RATE: [1, 2], "run": "extnd"}, "unknown run 'extnd'; did you mean extend"),
+        ({RATE: [1, 2], "run": "extnd"}, "'extnd'.*extend"),
         ({RATE: [1, 2], "tuner": "optuna"}, r"^tune\.tuner .*'optuna'"),
     ],
 )
@@ -353,7 +353,10 @@ def test_a_table_without_a_number_that_is_known_to_be_better_one_way_asks_for_on
     [
         (["tune={optimizer.betas: [3, 4]}", ARMS], "^arm low with optimizer.betas=3: optimizer.betas is 3"),
         ([TUNE, BY_MODEL, "arms={gsm: ['start_from=/nowhere']}"], "^arm gsm: start_from .*/nowhere"),
-        (["tune={optimizer.learning_rate: [1.0, -1.0]}", ARMS], "^arm low with .*=-1.0: optimizer.learning_rate=-1.0"),
+        (
+            ["tune={optimizer.learning_rate: [1.0, -1.0]}", ARMS],
+            "^arm low with .*: optimizer.learning_rate .*got -1.0",
+        ),
         ([TUNE, ARMS, "~data.held_out"], r"tune must .*data\.held_out"),
     ],
 )

@@ -136,22 +136,12 @@ def test_a_row_sees_all_slots_of_the_last_positions():
     assert (weights[:, :-1] > 0).sum(dim=-1).tolist() == [min(slots * (p + 1), size) for p in range(7)]
 
 
-def test_a_state_that_the_slots_do_not_divide_is_refused():
-    with pytest.raises(ValueError, match="model.writer.slots=2 is not allowed because it must divide state_size=7"):
-        GSM(GEOMETRY, writer=variant("writer", "multi_slot"))
-
-
-def test_a_state_of_one_entry_is_too_small_to_predict_it():
-    with pytest.raises(ValueError, match="state_size=1 is not allowed with writer delta"):
-        GSM(GEOMETRY, state_size=1, writer=variant("writer", "delta"))
-
-
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_writer_that_needs_stages_is_refused_in_a_model_without_them(name: str):
     chosen = variant("writer", name)
     options = {"writer": chosen, "stages": [], "state_size": 8}
     if chosen.func.needs_stages:
-        with pytest.raises(ValueError, match=r"is not allowed with model.stages=\[\]"):
+        with pytest.raises(ValueError, match="^writer"):
             GSM(GEOMETRY, **options)
     else:
         assert GSM(GEOMETRY, **options)(random_tokens(1, 3)).logits.shape == (1, 3, GEOMETRY.vocabulary)

@@ -114,7 +114,7 @@ def run(
     if min([*counts.values(), *(lengths or [1])]) < 1:
         raise ValueError(f"{counts}, lengths {lengths}: give 1 or more, and warm_up 0 or more")
     if dtype not in (None, *WIDTHS):
-        raise ValueError(f"dtype={dtype} is not allowed. Use {', '.join(WIDTHS)}, or null")
+        raise ValueError(f"dtype must be {', '.join(WIDTHS)} or null, got {dtype}")
     where = machine.chosen(how.device)
     chosen = read_models(models)
     size, dtype = one_size(chosen, size, SIZES[where.type]), dtype or DTYPES[where.type]

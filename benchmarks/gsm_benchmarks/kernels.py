@@ -52,9 +52,7 @@ def run(
     cases = cases if cases is not None else gates() if where.type == "cuda" else on_a_cpu()
     wanted = [case for case in cases if case.name.startswith(only)]
     if not wanted:
-        raise ValueError(
-            f"only={only} is not allowed, because no case begins so. Use {', '.join(c.name for c in cases)}"
-        )
+        raise ValueError(f"only must begin a case, one of {', '.join(c.name for c in cases)}, got {only}")
     roof = functools.cache(lambda: timing.ceilings(where))
     rows = {}
     for case in wanted:

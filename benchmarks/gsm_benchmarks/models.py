@@ -98,11 +98,11 @@ def read(entries: Sequence[Entry]) -> list[Model]:
         FileNotFoundError, CheckpointError: as ``load_model``.
     """
     if isinstance(entries, str) or not entries:
-        raise ConfigError(f"models={entries!r:.60} is not allowed, because a list of entries is needed. {LIKE}")
+        raise ConfigError(f"models must be a list of entries, got {entries!r:.60}. {LIKE}")
     models = [_read(entry, f"models[{place}]") for place, entry in enumerate(entries)]
     names = [model.name for model in models]
     if len(set(names)) < len(names):
-        raise ConfigError(f"models={', '.join(names)} is not allowed, because a name is there twice. Use other names")
+        raise ConfigError(f"models must have each name once, got {', '.join(names)}")
     return models
 
 
@@ -113,10 +113,7 @@ def one_size(models: Sequence[Model], size: str | None, default: str) -> str:
     """
     sizes = {model.trained_size for model in models if model.trained_size} | ({size} if size else set())
     if len(sizes) > 1:
-        raise ConfigError(
-            f"size={size} is not allowed, because checkpoints have sizes of their own: {', '.join(sorted(sizes))}. "
-            "Use one of them alone"
-        )
+        raise ConfigError(f"size must be that of all checkpoints, got {', '.join(sorted(sizes))}")
     return next(iter(sizes), default)
 
 
@@ -136,17 +133,19 @@ def _read(entry: Any, place: str) -> Model:
     """Return the model of an entry. Raises as ``read`` does."""
     entry = {"name": entry} if isinstance(entry, str) else entry
     if not isinstance(entry, Mapping):
-        raise ConfigError(f"{place}={entry!r:.60} is not allowed, because it is no entry. {LIKE}")
+        raise ConfigError(f"{place} must be a name or a mapping, got {entry!r:.60}. {LIKE}")
     for key in entry:
         if key not in KEYS:
             raise unknown("key", f"{place}.{key}", KEYS, place)
     name, overrides, path = entry.get("name"), entry.get("overrides") or [], entry.get("checkpoint")
     words = not isinstance(overrides, str) and all(isinstance(word, str) for word in overrides)
     if not (isinstance(name, str) and re.fullmatch(r"[\w.+-]+", name) and words and isinstance(path, str | None)):
-        raise ConfigError(f"{place}={dict(entry)!r:.99} is not allowed, because a value is of a wrong type. {LIKE}")
+        raise ConfigError(
+            f"{place} must have a name without spaces, a list of overrides and a path, got {dict(entry)!r:.99}. {LIKE}"
+        )
     if any(word.startswith("size=") for word in overrides):
         raise ConfigError(
-            f"{place}.overrides={list(overrides)} is not allowed, because all models have one size. Use size="
+            f"{place}.overrides must leave size out, as all models have that of size=, got {list(overrides)}"
         )
     variants = {file.stem for folder in paths.config_folders() for file in (folder / "model").glob("*.yaml")}
     if path is not None:
@@ -157,9 +156,7 @@ def _read(entry: Any, place: str) -> Model:
         model = Model(name, chosen, tuple(word for word in overrides if not word.startswith("model=")))
         model.config("nano")  # a wrong value is refused before anything is measured
     if name in variants and name != model.variant:
-        raise ConfigError(
-            f"{place}.name={name} is not allowed, because the model is a {model.variant}. Use another name"
-        )
+        raise ConfigError(f"{place}.name must be {model.variant}, or a name of your own, got {name}")
     return model
 
 
@@ -170,10 +167,8 @@ def _trained(name: str, overrides: tuple[str, ...], path: str, place: str) -> Mo
     files = checkpoints(path)
     if len(files) > 1:
         runs = ", ".join(str(file.parents[1]) for file in files[:4])
-        raise ConfigError(
-            f"{place}.checkpoint={path} is not allowed, because {len(files)} runs are below it. Use one of {runs}"
-        )
+        raise ConfigError(f"{place}.checkpoint must be one run, such as {runs}, got {path} with {len(files)}")
     choices = read_checkpoint(files[0], weights=False)["hyper_parameters"]["config"].get("choices") or {}
     if not (choices.get("size") and choices.get("model")):
-        raise ConfigError(f"{place}.checkpoint={path} is not allowed, because it names no size. Use a run of train.py")
+        raise ConfigError(f"{place}.checkpoint must be a run of train.py, which records its size, got {path}")
     return Model(name, choices["model"], overrides, files[0], digest(files[0]), choices["size"])

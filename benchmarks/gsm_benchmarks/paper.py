@@ -69,8 +69,8 @@ def run(
     names = [model.name for model in chosen]
     if set(names) != {"gsm", "baseline"}:
         raise ValueError(
-            f"models={names} is not allowed, because the paper compares two. Use entries with the names gsm and "
-            "baseline, such as {name: gsm, checkpoint: logs/default/gsm-seed0}"
+            f"models must be two with the names gsm and baseline, such as {{name: gsm, checkpoint: "
+            f"logs/default/gsm-seed0}}, got {names}"
         )
     size = one_size(chosen, size, SIZE if where.type == "cuda" else "nano")
     longest = max(inference.LENGTHS[where.type])

@@ -79,7 +79,7 @@ class Assumed:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if value < 0 or (value == 0 and name not in ("backward", "reserve")):
-                raise ValueError(f"assumed.{name}={value} is not allowed. Use more than 0")
+                raise ValueError(f"assumed.{name} must be above 0, got {value}")
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ def run(
         ValueError: no GPU, or no length.
     """
     if not gpus or not contexts or min(*gpus, *contexts) < 1:
-        raise ValueError(f"gpus={list(gpus)}, contexts={list(contexts)} are not allowed. Use numbers of 1 or more")
+        raise ValueError(f"gpus and contexts must be numbers of 1 or more, got {list(gpus)} and {list(contexts)}")
     path = Path(output) if output else FOLDER / "plan.md"
     assumptions = ", ".join(f"{name} {value:g}" for name, value in asdict(assumed).items())
     chosen = models.read(models.ALL)

@@ -90,8 +90,8 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
     def call(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(
-                "create_graph=True is not allowed because the backward passes of gsm_kernels are written by hand and "
-                "have no derivative. Use finite differences of gradients for second derivatives"
+                "create_graph must be False, as the backward passes of gsm_kernels have no derivative, got True; use "
+                "finite differences of gradients for second derivatives"
             )
         return backward(ctx, *grads)
 
@@ -163,8 +163,8 @@ def unfenced_triton() -> str | None:
     if not release or release >= FENCED or torch.cuda.get_device_capability() != HOPPER:
         return None
     return (
-        f"Triton {triton_version()} is not allowed on Hopper because its kernels may read shared memory before it is "
-        "written. Use `pip install triton==3.7.1`, or PyTorch 2.13, which brings it"
+        f"Triton must be 3.7.1 on Hopper, got {triton_version()}, whose kernels may read shared memory before it is "
+        "written; use `pip install triton==3.7.1`, or PyTorch 2.13, which brings it"
     )
 
 

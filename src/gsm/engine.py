@@ -50,8 +50,8 @@ def _exclusive(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concaten
     def call(self: Engine, *args: P.args, **kwargs: P.kwargs) -> T:
         if self._lock.locked():
             raise RuntimeError(
-                "this call is not allowed because the engine is in the middle of another call, perhaps of another "
-                "thread, and has only one memory. Use an Engine for each thread"
+                "engine must be used by one call at a time, got a second one during the first; use an Engine for "
+                "each thread"
             )
         with self._lock:
             self._calls += 1
@@ -105,8 +105,7 @@ class Engine:
         chunk = whole_number("chunk", chunk)
         if capacity is None:
             raise ValueError(
-                "capacity=None is not allowed because an engine has a static memory. Use a number of tokens, or "
-                "model.stream for a memory that grows"
+                "capacity must be a number of tokens, got None; model.stream reads into a memory that grows"
             )
         self.model, self.batch, self.chunk = model, batch, chunk
         self.device = model.embedding.weight.device
@@ -194,16 +193,13 @@ class Engine:
             ValueError: for a token of another shape or, on a CPU, out of range. If the memory is full, nothing is read.
         """
         if not isinstance(token_B, Tensor):
-            raise ValueError(f"token_B={token_B!r:.40} is not allowed. Use a tensor [{self.batch}] of whole numbers")
+            raise ValueError(f"token_B must be a tensor [{self.batch}] of whole numbers, got {token_B!r:.40}")
         if token_B.shape != (self.batch,):
             raise ValueError(
-                f"token_B of shape {list(token_B.shape)} is not allowed because the batch has {self.batch} sequences. "
-                f"Use the shape [{self.batch}]"
+                f"token_B must have the shape [{self.batch}], one token for each sequence, got {list(token_B.shape)}"
             )
         if token_B.is_meta and self.device.type != "meta":
-            raise ValueError(
-                "token_B is not allowed on the meta device because tensors there have no values. Use one with values"
-            )
+            raise ValueError("token_B must have values, got a tensor on the meta device")
         if self._recording() is None:
             return self._plain(token_B.to(self.device)[:, None])
         check_call(self.model.vocabulary, token_B[:, None], None, None, None)
@@ -240,8 +236,8 @@ class Engine:
         def require_turn() -> None:
             if self._calls != calls:
                 raise RuntimeError(
-                    "this stream is not allowed to continue because the engine was called while it was open, and the "
-                    "memory no longer ends with its tokens. Use an Engine for each stream, or read a stream to its end"
+                    "stream must be the engine's only call while it is open, got another one since; use an Engine "
+                    "for each stream, or read a stream to its end"
                 )
 
         def step(token_B: Tensor) -> Tensor:
@@ -290,8 +286,7 @@ class Engine:
             device = self.model.embedding.weight.device
             if device != self.device:
                 raise ValueError(
-                    f"a model on {device} is not allowed because the engine's memory is on {self.device}. Use a new "
-                    "Engine"
+                    f"model must stay on {self.device}, where the engine's memory is, got {device}; make a new Engine"
                 )
             self._forget()
             self._snapshot = Snapshot(self.model)

@@ -1,4 +1,4 @@
-"""The errors for values that a person can correct: one sentence with the key, its value, the reason and the remedy."""
+"""The errors for values that a person can correct: `key must be ..., got value`, and a remedy where one helps."""
 
 
 class ConfigError(ValueError):
@@ -10,6 +10,5 @@ def within(low: float, high: float | None = None, **numbers: float | None) -> No
     for name, number in numbers.items():
         if number is None or low <= number and (high is None or number <= high):
             continue
-        reason = f"below {low:,}" if number < low else f"above {high:,}" if high is not None else "no number"
-        remedy = f"{low:,} or more" if high is None else f"a number from {low:,} to {high:,}"
-        raise ConfigError(f"{name}={number} is not allowed because it is {reason}. Use {remedy}.")
+        limits = f"at least {low}" if high is None else f"in [{low}, {high}]"
+        raise ConfigError(f"{name} must be {limits}, got {number}")

@@ -72,7 +72,9 @@ def load(folder: str | Path) -> tuple[LanguageModel, SyntheticData]:
     """
     model, data = load_model(folder), vetted_node(read_checkpoint(folder, weights=False), "data", folder)
     if "task" not in data:
-        raise ValueError(f"{folder} is not allowed because it was trained on text. Use a run on data=needle")
+        raise ValueError(
+            f"folder must be of a run on a synthetic task, such as data=needle, got {folder}, trained on text"
+        )
     return model, instantiate(data, "data")
 
 

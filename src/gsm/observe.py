@@ -182,14 +182,15 @@ def patch(
     """
     if model is not None and not isinstance(model, Observable):
         raise TypeError(
-            f"model={type(model).__name__} is not allowed because it is no language model. Use the model before "
-            "torch.compile or any other wrapper"
+            f"model must be a language model, without torch.compile or another wrapper, got {type(model).__name__}"
         )
     patterns = (pattern,) if isinstance(pattern, str) else tuple(pattern)
     with _listener(Patch(patterns, function, model)) as active:
         yield
     if active.other_models and not active.taps:
-        raise ValueError("models were called, but never the model of the patch. Use no model= to patch every model")
+        raise ValueError(
+            "model must be one that was called, got calls of others alone; without model= every model is patched"
+        )
     if active.taps and not any(map(active.matches, active.taps)):
         taps = ", ".join(sorted(active.taps))
         raise KeyError(f"no tap named {' or '.join(map(repr, patterns))} in these calls; they have: {taps}")
@@ -248,12 +249,9 @@ class Patch:
         new = self.function(tensor.clone())
         if not isinstance(new, Tensor) or _describe(new) != _describe(tensor):
             actual = _describe(new) if isinstance(new, Tensor) else f"a {type(new).__name__}"
-            raise ValueError(
-                f"a patch of {name} that returns {actual} is not allowed because the tap has {_describe(tensor)}. Use "
-                "a tensor like it"
-            )
+            raise ValueError(f"a patch of {name} must return {_describe(tensor)}, as the tap has, got {actual}")
         if fixed and not torch.equal(new, tensor):
-            raise ValueError(f"a patch of {name} is not allowed because {fixed}")
+            raise ValueError(f"{name} must be left as it is by patches: {fixed}")
         return new
 
 

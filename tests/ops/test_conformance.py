@@ -357,7 +357,7 @@ def test_second_derivatives_are_refused(op):
     call = with_leaves(CALLS[op.name])
     out = [x for x in outputs(op(**call)) if x.requires_grad]
     leaves = [x for x in call.values() if isinstance(x, Tensor) and x.requires_grad]
-    with pytest.raises(RuntimeError, match="create_graph=True is not allowed|derivative .* is not implemented"):
+    with pytest.raises(RuntimeError, match="create_graph|derivative"):
         first = torch.autograd.grad(
             torch.stack([x.sum() for x in out]).sum(), leaves, create_graph=True, allow_unused=True
         )

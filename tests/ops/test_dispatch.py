@@ -46,7 +46,7 @@ def test_using_forces_an_implementation_and_gives_it_back():
 
 
 def test_a_forced_implementation_that_refuses_is_an_error_with_its_reason():
-    with using("triton"), pytest.raises(RuntimeError, match="toy: cannot run as 'triton': needs bfloat16"):
+    with using("triton"), pytest.raises(RuntimeError, match="^toy: .*needs bfloat16"):
         toy(needs_bfloat16)(torch.ones(2))
 
 
@@ -55,7 +55,7 @@ def test_an_operation_without_a_kernel_says_so():
     assert op.explain() == ("reference", "no Triton kernel yet")
     with using("triton"):
         assert op.explain() == ("none", "toy: cannot run as 'triton': no Triton kernel yet; set GSM_KERNELS=auto")
-        with pytest.raises(RuntimeError, match="toy: cannot run as 'triton': no Triton kernel yet"):
+        with pytest.raises(RuntimeError, match="^toy: "):
             op(torch.ones(2))
 
 
@@ -78,7 +78,7 @@ def test_an_implementation_for_few_calls_takes_these_and_is_not_forced_on_others
 
 def test_an_unknown_choice_is_named():
     with (
-        pytest.raises(ValueError, match="'fast' is no implementation. Use auto, reference, triton, "),
+        pytest.raises(ValueError, match="'fast'"),
         using("fast"),
     ):
         pass
@@ -92,7 +92,7 @@ def test_a_kernel_that_cannot_be_built_is_given_up_once_and_loudly():
         raise KernelBuildError("no such register")
 
     op = toy(fn=unbuildable)
-    with pytest.warns(RuntimeWarning, match="toy: the triton kernel could not be built .* no such register"):
+    with pytest.warns(RuntimeWarning, match="^toy: .*no such register"):
         assert torch.equal(op(torch.ones(2)), 2 * torch.ones(2))
     op(torch.ones(2))
     assert len(tries) == 1
@@ -105,7 +105,7 @@ def test_a_forced_kernel_that_cannot_be_built_does_not_fall_back():
     def unbuildable(x):
         raise KernelBuildError("no such register")
 
-    with using("triton"), pytest.raises(RuntimeError, match="toy: cannot run as 'triton': .*no such register"):
+    with using("triton"), pytest.raises(RuntimeError, match="^toy: .*no such register"):
         toy(fn=unbuildable)(torch.ones(2))
 
 
@@ -270,5 +270,5 @@ def test_an_unknown_environment_value_is_refused_at_import(monkeypatch):
     monkeypatch.setenv("GSM_KERNELS", "cuda")
     spec = importlib.util.find_spec("gsm_kernels.dispatch")
     assert spec is not None and spec.loader is not None
-    with pytest.raises(ValueError, match="GSM_KERNELS: 'cuda' is no implementation"):
+    with pytest.raises(ValueError, match="^GSM_KERNELS: 'cuda'"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))

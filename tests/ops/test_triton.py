@@ -21,7 +21,7 @@ def test_a_kernel_that_cannot_be_built_is_an_error_that_names_it():
         def __getitem__(self, grid):
             raise triton.TritonError("no such instruction")
 
-    with pytest.raises(KernelBuildError, match="^forward: TritonError: no such instruction; GSM_KERNELS=reference"):
+    with pytest.raises(KernelBuildError, match="^forward: TritonError: no such instruction"):
         launch.launch(Broken(), (1,), torch.ones(1))
 
 
@@ -42,7 +42,7 @@ def test_the_kernels_of_backward_are_built_before_forward_runs(monkeypatch):
         return x
 
     op = Op("toy", lambda x: -x, (Impl("triton", fast),))
-    with pytest.warns(RuntimeWarning, match="toy: the triton kernel could not be built .* too little shared memory"):
+    with pytest.warns(RuntimeWarning, match="^toy: .*too little shared memory"):
         assert op(torch.ones(1)) == -1
     assert op(torch.ones(1)) == -1 and asked == ["backward"], "it is not tried again"
 
@@ -65,7 +65,7 @@ def test_a_compiler_that_fails_is_fallen_back_from_and_a_crash_of_the_device_is_
     def raises(error):
         raise error
 
-    with pytest.raises(KernelBuildError, match=f"^forward: RuntimeError: {message}; GSM_KERNELS=reference"):
+    with pytest.raises(KernelBuildError, match=f"^forward: RuntimeError: {message}"):
         launch.launch(kernel(RuntimeError(message)), (1,), torch.ones(1))
     with pytest.raises(RuntimeError, match="^Triton Error .CUDA.: an illegal memory access"):
         launch.launch(kernel(RuntimeError("Triton Error [CUDA]: an illegal memory access")), (1,), torch.ones(1))

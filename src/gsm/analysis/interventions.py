@@ -73,7 +73,7 @@ def without_stage(model: GSM, stage: int, removed_BT: Tensor | None = None) -> A
     """
     stages = len(model.aggregation.layers)
     if not 1 <= stage <= stages:
-        raise ValueError(f"stage={stage} is not allowed. Use a number from 1 to {stages}, the stages of this model")
+        raise ValueError(f"stage must be one of the model's, in [1, {stages}], got {stage}")
 
     def remove_increment(increment_BRD: Tensor) -> Tensor:
         if removed_BT is None:

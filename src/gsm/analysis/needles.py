@@ -241,9 +241,7 @@ def _draw_places(score_T: Tensor, count: int, generator: torch.Generator) -> tup
     candidates = score_T >= 0
     if int(candidates.sum()) < 2 * count:
         number = int(candidates.sum())
-        raise ValueError(
-            f"count={count} is not allowed because an answer sees {number} places. Use at most half of them"
-        )
+        raise ValueError(f"count must be at most {number // 2}, half of the places that an answer sees, got {count}")
     highest_K = score_T.topk(count).indices
     candidates[highest_K] = False
     other_N = candidates.nonzero()[:, 0]

@@ -102,8 +102,8 @@ def restored_share(
     clean, base = between or margins(model, pair)
     if clean == base:
         raise ValueError(
-            "this pair is not allowed because the model answers both calls equally: log p(right) - log p(wrong) is "
-            f"{float(base):.3g} in the clean and the corrupted call. Use a pair with different answers"
+            f"pair must have different answers, got log p(right) - log p(wrong) = {float(base):.3g} in the clean and "
+            "the corrupted call"
         )
     pair = pair.to(model.embedding.weight.device)
     shares = []

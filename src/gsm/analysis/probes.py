@@ -64,8 +64,7 @@ def probe(
     fitted = len(label_N) - round(held_out * len(label_N))
     if min(fitted, len(label_N) - fitted) < 2:
         raise ValueError(
-            f"held_out={held_out} is not allowed with {len(label_N)} samples because fitting and testing need 2 each. "
-            "Use more samples, or a fraction nearer to a half"
+            f"held_out must leave at least 2 of {len(label_N)} samples for fitting and 2 for testing, got {held_out}"
         )
     feature_NF = promoted(feature_NF)
     mean_F, spread_F = feature_NF[:fitted].mean(dim=0), feature_NF[:fitted].std(dim=0)
@@ -117,7 +116,7 @@ def states(model: LanguageModel, token_BT: Tensor, rows: Sequence[int], chunk: i
         ValueError: the model keeps neither, or rows do not ascend.
     """
     if list(rows) != sorted(set(rows)):
-        raise ValueError(f"rows={list(rows)} is not allowed. Use rows in ascending order, without repetition")
+        raise ValueError(f"rows must ascend without repetition, got {list(rows)}")
     memory, read, features = model.start(len(token_BT)), 0, []
     for row in rows:
         with model.evaluating(), record(*TAPS) as seen:
@@ -144,10 +143,7 @@ def by_distance(
         ValueError: as ``states``, or a distance is beyond the first row.
     """
     if max(distances) > min(rows):
-        raise ValueError(
-            f"distance={max(distances)} is not allowed because row {min(rows)} has fewer tokens before it. Use at most "
-            f"{min(rows)}"
-        )
+        raise ValueError(f"distance must be at most {min(rows)}, the tokens before the first row, got {max(distances)}")
     share = _whole_sequences(token_BT)
     features = {name: value_BRF.flatten(0, 1) for name, value_BRF in states(model, token_BT, rows).items()}
     label = {distance: token_BT[:, [row - distance for row in rows]].flatten() for distance in distances}
@@ -181,9 +177,7 @@ def _features(model: LanguageModel, seen: Recording, row: int) -> dict[str, Tens
     if not isinstance(model, GSM):
         layers = [value_BHRC.flatten(1) for name, value_BHRC in seen.items() if name.endswith("/state")]
         if not layers:
-            raise ValueError(
-                f"{type(model).__name__} is not allowed because it has no state. Use GSM or a recurrent model"
-            )
+            raise ValueError(f"model must have a state, as GSM and recurrent models do, got {type(model).__name__}")
         return {"state": torch.cat(layers, dim=1)}
     each, count = model.writer.slots, min(row + 1, model.writer.positions)
     z_BRD = seen["state/z"]

@@ -78,12 +78,12 @@ def encoder_rollout(model: GSM, seen: Recording, sequence: int = 0) -> Tensor:
     """A_0 to A_L, float [L + 1, T, T]: the encoder's stream behind each layer; rows sum to 1. As ``state_routes``."""
     if layers := with_recurrences(model):
         raise ValueError(
-            f"a model with recurrences in its encoder layers {layers} is not allowed because attention weights do not "
-            "describe these. Use a model of model/encoder_layer=attention"
+            "encoder_layer must be attention, as attention weights do not describe recurrences, got recurrences in "
+            f"layers {layers}"
         )
     length, first = seen["position"].shape[1], seen["encoder/1/weights"]
     if first.shape[1] != length or seen["state/e"].shape[1] != length:
-        raise ValueError(f"a call for fewer than {length} rows is not allowed. Use a call without rows and memory")
+        raise ValueError(f"rows must be all {length} of the call, without a memory, got fewer")
     maps_LTT = [torch.eye(length, dtype=first.dtype, device=first.device)]
     for layer in range(1, model.geometry.encoder_layers + 1):
         read_TT = _read(model, seen, f"encoder/{layer}", sequence, maps_LTT, layer)

@@ -28,9 +28,8 @@ class Ledger:
         """Raise ValueError if a static memory has no room for ``tokens`` more tokens."""
         if self.capacity is not None and self.used + tokens > self.capacity:
             raise ValueError(
-                f"{tokens} more tokens are not allowed because the memory is full: its capacity is {self.capacity} "
-                f"tokens, {self.used} are used. Use start(capacity={self.used + tokens}) or more, or start() for a "
-                "memory that grows"
+                f"capacity must be at least {self.used + tokens} for {tokens} more tokens after {self.used}, got "
+                f"{self.capacity}; start() without a capacity makes a memory that grows"
             )
 
     def require_rows(self, tokens: int, rows: int) -> None:
@@ -38,8 +37,8 @@ class Ledger:
         first = self.used + tokens - rows
         if first < self.first_row:
             raise ValueError(
-                f"rows={rows} is not allowed because it begins at token {first}, and an earlier call with rows below 1 "
-                f"pruned everything before token {self.first_row}. Use fewer rows"
+                f"rows must begin at token {self.first_row} or later, as an earlier call with rows below 1 pruned the "
+                f"tokens before it, got {rows}, from token {first} on"
             )
 
     def claim(self, tokens: int, single_document: bool = True, rows: int = 1) -> None:

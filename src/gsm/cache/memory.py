@@ -189,7 +189,7 @@ class Memory:
         Raises ValueError for times < 1.
         """
         if times < 1:
-            raise ValueError(f"times={times} is not allowed because a memory has at least one sequence. Use 1 or more")
+            raise ValueError(f"times must be at least 1, got {times}")
         return map_nodes(self, (Tensor,), lambda x: x.repeat_interleave(times, dim=0))
 
     def static(self, capacity: int) -> Memory:
@@ -198,10 +198,7 @@ class Memory:
         Raises ValueError for a capacity below 1.
         """
         if capacity < 1:
-            raise ValueError(
-                f"capacity={capacity} is not allowed because a static memory holds at least 1 token. Use 1 or more, or "
-                "None for a memory that grows"
-            )
+            raise ValueError(f"capacity must be at least 1, or None for a memory that grows, got {capacity}")
         memory = map_nodes(self, (Window, Column), lambda store: store.static(capacity))
         return replace(memory, ledger=replace(self.ledger, capacity=capacity))
 
@@ -257,12 +254,13 @@ class Memory:
         """
         if self.capacity is None:
             raise ValueError(
-                "rewind() of a growing memory is not allowed because it never changes. Use the earlier memory itself"
+                "capacity must be a number to rewind(), got None; a growing memory never changes, so use the earlier "
+                "one itself"
             )
         if mark.batch != self.batch or mark.used > self.capacity:
             raise ValueError(
-                f"a mark of batch {mark.batch} after {mark.used} tokens is not allowed because this memory has batch "
-                f"{self.batch} and capacity {self.capacity}. Use a mark of this memory"
+                f"mark must be of batch {self.batch} and at most {self.capacity} tokens, as this memory, got batch "
+                f"{mark.batch} and {mark.used} tokens"
             )
         _overwrite(_without_slots(self), _without_slots(mark), mark.ledger)
 
@@ -295,15 +293,14 @@ class Memory:
         """
         if self.capacity is None:
             raise ValueError(
-                "load() into a growing memory is not allowed because it never changes. Use the other memory itself, "
-                "or its clone()"
+                "capacity must be a number to load(), got None; a growing memory never changes, so use the other one "
+                "itself, or its clone()"
             )
         target, source = [(m.batch, m.capacity, m.ledger.layout) for m in (self, other)]
         if target != source:
             raise ValueError(
-                f"load() of a memory for batch {other.batch} and capacity {other.capacity} is not allowed because this "
-                f"one has batch {self.batch} and capacity {self.capacity}, or another model. Use a memory with the "
-                "same batch, capacity and model"
+                f"other must be a memory of the same model, batch and capacity ({self.batch}, {self.capacity}), got "
+                f"({other.batch}, {other.capacity})"
             )
         _overwrite(self, other, other.ledger)
 
@@ -361,7 +358,7 @@ def _parts(node: Any) -> Iterator[Any]:
     elif isinstance(node, tuple) and not hasattr(node, "_fields"):
         yield from node
     elif not isinstance(node, Tensor | str | int | None):
-        raise TypeError(f"a {type(node).__name__} in a memory is not allowed. Use dataclasses, tuples and tensors")
+        raise TypeError(f"memory must have dataclasses, tuples and tensors, got a {type(node).__name__}")
 
 
 def _tensors(node: Any, kind: str) -> Iterator[tuple[str, Tensor]]:
@@ -382,8 +379,8 @@ def _overwrite(memory: Memory, after: Memory, ledger: Ledger) -> None:
     for (kind, buffer), (_, value) in pairs:
         if buffer.shape != value.shape:
             raise TypeError(
-                f"{kind} of shape {list(value.shape)} is not allowed because a static memory holds "
-                f"{list(buffer.shape)}. Use a Window or a Column for a tensor that grows"
+                f"{kind} must keep the shape {list(buffer.shape)} in a static memory, got {list(value.shape)}; a "
+                "Window or a Column holds a tensor that grows"
             )
     # One list per dtype: on a GPU a list is one kernel if every pair has equal strides. A new window is the end of a
     # longer tensor. For a batch of one, its strides differ from the buffer's in the first dimension only, and squeezing

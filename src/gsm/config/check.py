@@ -171,7 +171,8 @@ def _check_mapping(node: Mapping[str, Any], reference: Any, path: str) -> None:
                 raise unknown("key", f"{path}.{key}", reference, path)
             if path in NAMED_PARTS and isinstance(value, Mapping) and not is_part:
                 raise ConfigError(
-                    f"{path}.{key} is not allowed because no chosen yaml has it. Use a variant of {path}= that has it."
+                    f"{path}.{key} must be a key of the chosen yaml, got {value!r:.60}; choose a variant of {path}= "
+                    "that has it"
                 )
     for key, value in node.items():
         if isinstance(value, Mapping):

@@ -73,12 +73,10 @@ def finish(config: DictConfig, folders: Sequence[Path], script: str = "train") -
     for override in overrides:
         if "." in override.key_or_group and (group := override.key_or_group.replace(".", "/")) in groups:
             variants = ", ".join(sorted(groups[group]))
-            raise ConfigError(
-                f"{override.input_line} is not allowed because {group} is a group. Use {group}= with one of {variants}."
-            )
+            raise ConfigError(f"{group} must be one of {variants}, chosen with {group}=, got {override.input_line}")
     for group in NEEDED if script == "train" else ():
         if config.get(group) is None:
-            raise ConfigError(f"{group}=null is not allowed because a run needs one. Use a variant of {group}=.")
+            raise ConfigError(f"{group} must be given, got null")
     if "experiment" in config and choices.get("experiment"):
         raise ConfigError(
             f"experiment/{choices['experiment']}.yaml has to begin with the line '# @package _global_': save it so, as "

@@ -191,7 +191,7 @@ def usable(device: str) -> str:
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
         if torch.device(device).type not in DEVICES:
-            raise ConfigError(f"device={device} is not allowed because it was never tried. Use cpu, cuda or auto.")
+            raise ConfigError(f"device must be cpu, cuda or auto, got {device}")
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         reason = (str(error).splitlines() or ["no reason given"])[0].rstrip(".")
@@ -215,7 +215,7 @@ def instantiate_model(config: Mapping[str, Any], seed: int | None = None) -> Lan
         if isinstance(cause, NotImplementedError) or not isinstance(cause, RuntimeError | OverflowError | MemoryError):
             raise
         reason = str(cause).partition("\n")[0].rstrip(".")
-        raise ConfigError(f"model is too large for this machine: {reason}. Use a smaller size=.") from error
+        raise ConfigError(f"model is too large for this machine: {reason}; use a smaller size=") from error
 
 
 def sketch(config: Mapping[str, Any]) -> None:
@@ -237,8 +237,8 @@ def instantiate_data(node: Mapping[str, Any], tokenizer: Tokenizer | None) -> An
     for key in CHANGING:
         if key in older and node.get(key) is not None:
             raise ConfigError(
-                f"data.{key}={node[key]} is not allowed because RULER's template has this number now. Use commit "
-                "6d55fff for this checkpoint."
+                f"data.{key} must be left out, as RULER's template has this number now, got {node[key]}; commit "
+                "6d55fff reads this checkpoint"
             )
     node = {key: value for key, value in node.items() if key not in older}
     if "tokenizer" not in node or tokenizer is None:
@@ -277,9 +277,9 @@ def refusals(place: str, values: Mapping[str, Any] | None = None) -> Iterator[No
 
 def _with_path(sentence: str, place: str, values: Mapping[str, Any]) -> str:
     """Return a constructor's `key must be ..., got value` with the path of the first such key and value."""
-    named = re.match(r"(\w+)(?:=(\S+) is not allowed because| must .*, got (\S+))", sentence)
+    named = re.match(r"(\w+) must .*, got (.+?)(?:;|$)", sentence)
     for path, value in flat(values).items() if named else ():
-        if named and path.rpartition(".")[2] == named[1] and str(value) == (named[2] or named[3]):
+        if named and path.rpartition(".")[2] == named[1] and str(value) == named[2]:
             return path + sentence.removeprefix(named[1])
     return f"{place}: {sentence}"
 

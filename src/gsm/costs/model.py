@@ -63,7 +63,7 @@ class Call:
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.before < 0 or self.rows > self.tokens:
             call = f"tokens={self.tokens}, rows={self.rows}, before={self.before}"
-            raise ValueError(f"{call} is not allowed. Use tokens >= 1, rows <= tokens and before >= 0")
+            raise ValueError(f"tokens must be at least 1, rows at most tokens and before at least 0, got {call}")
 
     @property
     def end(self) -> int:
@@ -291,7 +291,7 @@ def paper_decode(model: GSM | Baseline, tokens: int) -> int:
 def _chunks(tokens: int, chunk: int) -> Iterator[tuple[int, int, int]]:
     """Yield the tokens of each chunk of a prompt, its requested rows, and the tokens before it."""
     if tokens < 1 or chunk < 1:
-        raise ValueError(f"tokens={tokens}, chunk={chunk} is not allowed. Use 1 or more of each")
+        raise ValueError(f"tokens and chunk must be at least 1, got {tokens} and {chunk}")
     for start in range(0, tokens, chunk):
         new = min(chunk, tokens - start)
         yield new, 1 - (tokens - start - new), start

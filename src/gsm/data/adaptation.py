@@ -221,7 +221,7 @@ class RulerData(MadeData):
         within(1, examples=self.examples)
         if self.answers not in (*RESPONSES, BOTH):
             names = " or ".join((*RESPONSES, BOTH))
-            raise ValueError(f"answers={self.answers} is not allowed because it is unknown. Use {names}.")
+            raise ValueError(f"answers must be {names}, got {self.answers}")
         if not self.tasks or set(self.tasks) - set(TASKS):
             raise ValueError(f"tasks must be some of {', '.join(TASKS)}, got {self.tasks}")
         if max(self.lengths) > self.context:

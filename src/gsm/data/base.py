@@ -162,7 +162,7 @@ class DataModule(lightning.LightningDataModule):
 def check_held_out(name: str) -> str:
     """Return the same name. Raise ValueError for one that is not in `HELD_OUT_FOR`."""
     if name not in HELD_OUT_FOR:
-        raise ValueError(f"held_out={name} is not allowed because it is unknown. Use {' or '.join(HELD_OUT_FOR)}.")
+        raise ValueError(f"held_out must be {' or '.join(HELD_OUT_FOR)}, got {name}")
     return name
 
 

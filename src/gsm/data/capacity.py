@@ -76,11 +76,11 @@ class Capacity:
             raise ValueError(f"loads must have amounts of {' or '.join(KINDS)}, got {dict(self.loads)}")
         for kind, amounts in self.loads.items():
             if kind not in KINDS:
-                raise ValueError(f"loads.{kind} is not allowed because it is no kind. Use {', '.join(KINDS)}.")
+                raise ValueError(f"loads must have the keys {', '.join(KINDS)}, got {kind}")
             least = SHARE if kind == "count" else 1
             if min(amounts) < least or any(amount % SHARE for amount in amounts if kind == "count"):
                 numbers = f"multiples of {SHARE}" if kind == "count" else "numbers of 1 or more"
-                raise ValueError(f"loads.{kind}={list(amounts)} is not allowed because of a number. Use {numbers}.")
+                raise ValueError(f"loads.{kind} must be {numbers}, got {list(amounts)}")
         # Plain containers: Hydra's are not.
         plain = {str(kind): [int(amount) for amount in amounts] for kind, amounts in self.loads.items()}
         object.__setattr__(self, "loads", plain)

@@ -81,9 +81,7 @@ class Corpus:
         self.taken, self.held_out = _patterns(files), _patterns(validation)
         self.text_field, self.validation_share, self.notes = text_field, validation_share, notes
         if not (self.root.is_dir() or self.root.is_file()):
-            raise FileNotFoundError(
-                f"path={root} is not allowed because there is no such folder or file. Use a folder with text files."
-            )
+            raise FileNotFoundError(f"path must be a folder or a file with text, got {root}")
         if not 0 < validation_share < 1:
             raise ValueError(f"validation_share must be in (0, 1), got {validation_share}")
 
@@ -221,7 +219,7 @@ class Corpus:
         if self._is_excluded(path.name) or not path.name.lower().endswith(self.suffixes):
             return False
         if not path.exists():
-            raise ValueError(f"{path} is not allowed because it is a link to nothing. Remove it.")
+            raise ValueError(f"path must be free of broken links, got {path}")
         # A text may be empty. Parquet never is: a file that was cut to nothing is damaged.
         return path.is_file() and (path.stat().st_size > 0 or path.name.lower().endswith(".parquet"))
 

@@ -48,8 +48,8 @@ def group(name: str) -> Group:
     kind, number = (match[1], int(match[2])) if match else ("", 0)
     if not 2 <= number <= LARGEST.get(kind, 0):
         raise ValueError(
-            f"groups={name} is not allowed because it is no known group. Use parity, Z<m> (addition modulo m, 2 to "
-            f"{LARGEST['Z']}), or S<n> (permutations of n things, 2 to {LARGEST['S']}), such as Z7 or S5."
+            f"groups must be parity, Z<m> (addition modulo m, 2 to {LARGEST['Z']}) or S<n> (permutations of n things, "
+            f"2 to {LARGEST['S']}), such as Z7 or S5, got {name}"
         )
     return _cyclic(name, number) if kind == "Z" else _symmetric(name, number)
 

@@ -96,7 +96,7 @@ class Haystack:
     def __init__(self, text: str, name: str) -> None:
         self.words, self.name = text.split(), name
         if not self.words:
-            raise ValueError(f"haystack={name} is not allowed because it has no words. Use a file or folder with text.")
+            raise ValueError(f"haystack must have words, got none in {name}")
         self.sentences: Callable[[int], list[str]] = lru_cache(8)(lambda count: BORDER.split(self.first(count)))
 
     @cached_property
@@ -173,7 +173,7 @@ class Ingredients:
     ) -> Ingredients:
         """Build them from names; see `TEMPLATES`, `open_haystack` and `open_keys`. Raise as they do, and ValueError."""
         if template not in TEMPLATES:
-            raise ValueError(f"template={template} is not allowed because it is unknown. Use {' or '.join(TEMPLATES)}.")
+            raise ValueError(f"template must be {' or '.join(TEMPLATES)}, got {template}")
         return cls(TEMPLATES[template], open_haystack(haystack, text_field), open_keys(keys, words), new_tokens)
 
     def facts(self) -> dict[str, str | int | None]:
@@ -208,15 +208,11 @@ def open_haystack(source: str = "python", field: str = "text") -> Haystack:
         return Haystack(" ".join(_reference()), "python's language reference")
     path = Path(source)
     if not (path.is_dir() or path.is_file()):
-        raise FileNotFoundError(
-            f"haystack={source} is not allowed because there is no such file or folder. Use 'python', or a path."
-        )
+        raise FileNotFoundError(f"haystack must be python or the path of a file or folder, got {source}")
     if path.suffix == ".json":
         return Haystack(str(_field(path, field)), path.name)
     if path.is_file() and not is_text(path.name):
-        raise ValueError(
-            f"haystack={source} is not allowed because it is no file of text. Use {', '.join(SUFFIXES)} or .json."
-        )
+        raise ValueError(f"haystack must be a folder or a file with {', '.join(SUFFIXES)} or .json, got {source}")
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if is_text(file.name))
     return Haystack(" ".join(piece.text for file in files for piece in read_pieces(file, field)), path.name)
 
@@ -236,7 +232,7 @@ def open_keys(source: str = "builtin", words: int | None = None) -> Keys:
     if source == "builtin":
         return Keys(ADJECTIVES, NOUNS, source, words)
     if source != "wonderwords":
-        raise ValueError(f"keys={source} is not allowed because it is unknown. Use builtin or wonderwords.")
+        raise ValueError(f"keys must be builtin or wonderwords, got {source}")
     needed("wonderwords", "keys of wonderwords", extra="eval")
     assets = resources.files("wonderwords") / "assets"
     texts = ((assets / name).read_text(encoding="utf-8") for name in ("adjectivelist.txt", "nounlist.txt"))

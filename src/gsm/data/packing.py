@@ -47,8 +47,8 @@ class Sequences:
         if len(self) == 0:
             or_say = ", or name files to hold out with data.validation=" if split.name == "validation" else ""
             raise ValueError(
-                f"context={context} is not allowed because the {split.name} split has only {len(self.ids)} tokens. Use "
-                f"a context below that, or more text{or_say}."
+                f"context must be below {len(self.ids)}, the tokens of the {split.name} split, got {context}; use a "
+                f"shorter context, or more text{or_say}"
             )
 
     def __len__(self) -> int:

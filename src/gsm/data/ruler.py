@@ -177,10 +177,7 @@ class Questions:
 
     def __init__(self, task: str, tokenizer: Tokenizer, ingredients: Ingredients, part: str = "evaluation") -> None:
         if task not in TASKS or part not in ("evaluation", "training"):
-            raise ValueError(
-                f"task={task} with part={part} is not allowed because it is unknown. Use {', '.join(TASKS)}, with the "
-                "part evaluation or training."
-            )
+            raise ValueError(f"task must be {', '.join(TASKS)}, and part evaluation or training, got {task} and {part}")
         self.name, self.task, self.tokenizer, self.part = task, TASKS[task], tokenizer, part
         self.ingredients = ingredients
         self.new_tokens = ingredients.new_tokens or ingredients.template.new_tokens
@@ -227,10 +224,10 @@ class Questions:
         return Draw(self.ingredients, self.part, numbers, seed)
 
     def _too_short(self, length: int, least: int) -> ValueError:
-        remedy = "" if self.ingredients.template.name == "short" else ", or template=short"
+        remedy = "" if self.ingredients.template.name == "short" else "; template=short takes less"
         return ValueError(
-            f"length={length} is not allowed because a sample of {self.name} takes {least} tokens with hardly any "
-            f"haystack, {self.new_tokens} of them (new_tokens) for the answer. Use longer lengths{remedy}."
+            f"length must be at least {least} for a sample of {self.name} with {self.new_tokens} new tokens "
+            f"(new_tokens), got {length}{remedy}"
         )
 
     def _tokens(self, sample: Sample) -> int:

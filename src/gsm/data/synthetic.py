@@ -138,10 +138,7 @@ class SyntheticData(MadeData):
         super().__init__()
         check_numbers(batch_size, validation_sequences, seed)
         if task.vocabulary > vocabulary:
-            raise ValueError(
-                f"size.vocabulary={vocabulary} is not allowed because the task has {task.vocabulary} ids. Use "
-                f"{task.vocabulary} or more."
-            )
+            raise ValueError(f"size.vocabulary must be at least {task.vocabulary}, the task's ids, got {vocabulary}")
         task.check(context)
         within(task.least, context, shortest=shortest)
         within(0, 1, grow_until=grow_until)

@@ -51,9 +51,9 @@ def write(
     """
     start = time.perf_counter()
     if not 0 <= tokens <= LONGEST:
-        raise ConfigError(f"tokens={tokens} is not allowed. Use 1 to {LONGEST}, or 0 for the default")
+        raise ConfigError(f"tokens must be in [1, {LONGEST}], or 0 for the default, got {tokens}")
     if sequence < 0:
-        raise ConfigError(f"sequence={sequence} is not allowed because sequences are numbered from 0")
+        raise ConfigError(f"sequence must be at least 0, got {sequence}")
     source = _text(text, text_file)
     run = Trained(_one(checkpoint), usable(device))
     with refusals(str(run.file)):
@@ -69,8 +69,7 @@ def write(
     else:
         if source:
             raise ConfigError(
-                f"text is not allowed because {run.file} was trained on {type(task).__name__}, which has no text. "
-                "Leave text out"
+                f"text must be left out, as {run.file} was trained on {type(task).__name__}, which has no text"
             )
         named, (token_T, target_T) = task, _held_out(run, task, tokens, sequence)
         read = f"{len(token_T):,} tokens"
@@ -89,10 +88,7 @@ def _one(path: str) -> Path:
     """Return the checkpoint at a path, or of the only run below it."""
     files = checkpoints(path)
     if len(files) > 1:
-        raise ConfigError(
-            f"checkpoint={path} is not allowed because it holds {len(files)} runs. Use a single run, such as "
-            f"checkpoint={home(files[0])}"
-        )
+        raise ConfigError(f"checkpoint must be one run, such as {home(files[0])}, got {path} with {len(files)}")
     return files[0]
 
 
@@ -112,7 +108,7 @@ def _held_out(run: Trained, task: Task, tokens: int, sequence: int) -> tuple[Ten
 
 def _text(text: str, file: str | None) -> str:
     if text and file:
-        raise ConfigError(f"text_file={file} is not allowed with text. Use only one of them")
+        raise ConfigError(f"text_file must be left out beside text, got {file}")
     try:
         return read_text(file) if file else utf8(text)
     except (OSError, UnicodeDecodeError) as error:

@@ -167,17 +167,17 @@ def check(model: LanguageModel, tokens: int | None = None, name: str = "") -> No
     """Raise ValueError for a model or text that the explorer cannot show; ``name`` is the model's name in the error."""
     if not isinstance(model, GSM):
         raise ValueError(
-            f"model {name or type(model).__name__} is not allowed because it has no shared state. Use a GSM "
-            "(evaluate.py measures any model)"
+            f"model must be a GSM, as the pages show its shared state, got {name or type(model).__name__}; "
+            "evaluate.py measures any model"
         )
     if layers := with_recurrences(model):
         raise ValueError(
-            f"model {name or type(model).__name__} is not allowed because attention weights do not describe "
-            f"its encoder layers {layers} with their recurrences. Use a GSM of model/encoder_layer=attention"
+            "encoder_layer must be attention, as attention weights do not describe recurrences, got "
+            f"{name or type(model).__name__} with recurrences in layers {layers}"
         )
     least = model.geometry.encoder_ratio + 1
     if tokens is not None and not least <= tokens <= LONGEST:
-        raise ValueError(f"a text of {tokens:,} tokens is not allowed. Use {least} to {LONGEST:,} tokens")
+        raise ValueError(f"tokens must be in [{least}, {LONGEST}], got {tokens}")
 
 
 def _next(token_T: Tensor, document_T: Tensor) -> Tensor:

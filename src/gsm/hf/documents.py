@@ -33,16 +33,16 @@ def joined_mask(input_ids: Tensor, attention_mask: Tensor | None, used: int, bef
     if shape not in ([batch, length], [batch, used + length]):
         past = f" or, with the tokens read before, [{batch}, {used + length}]" if used else ""
         raise ValueError(
-            f"attention_mask of the shape {shape} is not allowed because the model itself decides which earlier tokens "
-            f"a token sees. Use [{batch}, {length}]{past}, with 0 for padding"
+            f"attention_mask must have the shape [{batch}, {length}]{past}, with 0 for padding, got {shape}; the "
+            "model itself decides which earlier tokens a token sees"
         )
     if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
-        raise ValueError("attention_mask has other values than 0 and 1. Use 1 for tokens and 0 for padding")
+        raise ValueError("attention_mask must be 1 for tokens and 0 for padding, got other values")
     mask_BT = attention_mask.bool()
     past_BU = mask_BT.new_ones(batch, used) if before_BU is None else before_BU
     if mask_BT.shape[1] > length and not torch.equal(mask_BT[:, :used], past_BU):
         raise ValueError(
-            f"attention_mask differs from the mask of the {used} tokens read before. Use the same values for these"
+            f"attention_mask must be as it was for the {used} tokens read before, got other values for these"
         )
     whole_BT = torch.cat([past_BU, mask_BT[:, mask_BT.shape[1] - length :]], 1)
     if bool(whole_BT.all()):
@@ -50,8 +50,8 @@ def joined_mask(input_ids: Tensor, attention_mask: Tensor | None, used: int, bef
     changes_B = (whole_BT[:, 1:] != whole_BT[:, :-1]).sum(1)
     if bool((changes_B - (~whole_BT[:, 0]).long() > 1).any()):
         raise ValueError(
-            "attention_mask has padding between the tokens of a row, which is not allowed because a state reads them "
-            "in order. Use padding on the left of the whole text, or continue with each row separately"
+            "attention_mask must have padding on the left of a row alone, as a state reads tokens in order, got "
+            "padding between them; continue with each row separately"
         )
     return whole_BT
 
@@ -89,8 +89,8 @@ def _begins(token_BT: Tensor, position_ids: Tensor, before_B: Tensor) -> Tensor:
     batch, length = token_BT.shape
     if position_ids.is_floating_point() or list(position_ids.shape) not in ([length], [1, length], [batch, length]):
         raise ValueError(
-            f"position_ids of {position_ids.dtype} {list(position_ids.shape)} is not allowed. Use whole numbers "
-            f"[{batch}, {length}], of the new tokens only"
+            f"position_ids must be whole numbers [{batch}, {length}] of the new tokens, got {position_ids.dtype} "
+            f"{list(position_ids.shape)}"
         )
     position_BT = torch.where(token_BT, position_ids, -1)
     before_BT = torch.cat([before_B[:, None], position_BT[:, :-1]], 1)
@@ -98,7 +98,7 @@ def _begins(token_BT: Tensor, position_ids: Tensor, before_B: Tensor) -> Tensor:
     if bool(wrong_BT.any()):
         row, place = wrong_BT.nonzero()[0].tolist()
         raise ValueError(
-            f"position_ids is {int(position_BT[row, place])} at new token {place} of row {row}, but a document "
-            f"continues with {int(before_BT[row, place]) + 1} or begins with 0. Use these, or leave position_ids out"
+            f"position_ids must be {int(before_BT[row, place]) + 1}, or 0 where a document begins, at new token "
+            f"{place} of row {row}, got {int(position_BT[row, place])}"
         )
     return token_BT & (position_BT == 0) & (before_BT >= 0)

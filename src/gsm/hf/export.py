@@ -63,12 +63,10 @@ def export(checkpoint: str, to: str, weights: str = "float32") -> Path:
         raise ConfigError(f"weights must be {', '.join(WEIGHTS)}, got {weights}")
     file, folder = checkpoint_folder(checkpoint), Path(to)
     if folder.is_file():
-        raise ConfigError(f"to={to} is not allowed because it is a file. Use a folder")
+        raise ConfigError(f"to must be a folder, got the file {to}")
     earlier = is_model(folder) and (read_json(folder / CONFIG) or {}).get("model_type") == GSMConfig.model_type
     if folder.is_dir() and any(folder.iterdir()) and not earlier:
-        raise ConfigError(
-            f"to={to} is not allowed because the folder is not empty and no export. Use a new or an empty folder"
-        )
+        raise ConfigError(f"to must be a new or an empty folder, or an earlier export, got {to}")
     saved = read_checkpoint(file)
     dtype = getattr(torch, weights)
     content = weights_alone(saved, dtype)

@@ -52,17 +52,17 @@ class MemoryCache(Cache):
 
     def reset(self) -> None:
         """Raise NotImplementedError: a new text needs a new cache."""
-        raise NotImplementedError(
-            "reset() is not allowed because a memory cannot be emptied. Leave past_key_values out"
-        )
+        raise NotImplementedError("past_key_values cannot be emptied by reset(); leave it out to begin a new text")
 
     def crop(self, max_length: int) -> None:
         """Raise NotImplementedError: a state cannot be restored to an earlier point."""
         raise NotImplementedError(
-            "crop() is not allowed because states store no history, so tokens cannot be removed. Use a copy.deepcopy "
-            "of the cache at the earlier point"
+            "past_key_values cannot be shortened by crop(), as states store no history; use a copy.deepcopy of the "
+            "cache at the earlier point"
         )
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Raise NotImplementedError: the layers have no keys and values that can be updated from outside."""
-        raise NotImplementedError("update() is not allowed because only the layers themselves write to their memory")
+        raise NotImplementedError(
+            "past_key_values cannot be changed by update(): the layers alone write to their memory"
+        )

@@ -25,14 +25,14 @@ REMOTE = """# The code of this model is the package gsm (gsm-playground), which 
 from gsm.hf import GSMConfig, GSMForCausalLM  # noqa: F401
 """
 UNSUPPORTED = {  # arguments of forward that these models do not support: reason and remedy
-    "inputs_embeds": "the model reads tokens. Use input_ids",
-    "output_attentions": "attention weights are never materialised. Use gsm.record for selections, or gsm.analysis",
-    "output_hidden_states": "there are streams of several kinds. Use gsm.record for the ones you need",
+    "inputs_embeds": "the model reads tokens; use input_ids",
+    "output_attentions": "attention weights are never materialised; use gsm.record for selections, or gsm.analysis",
+    "output_hidden_states": "there are streams of several kinds; use gsm.record for the ones you need",
 }
-FIXED = "the vocabulary is a part of the model. Train another one with size.vocabulary=..."
+FIXED = "the vocabulary is a part of the model; train another one with size.vocabulary=..."
 ONE_DEVICE = (
-    "which is not allowed because its parts read each other's weights and its memory is on one device. Use "
-    "device_map={'': 'cpu'} or one GPU, with dtype=torch.bfloat16 if it is too small"
+    "device_map must put the model on one device, as its parts read each other's weights; use {'': 'cpu'} or one GPU, "
+    "with dtype=torch.bfloat16 if it is too small, got "
 )
 
 
@@ -58,7 +58,7 @@ class GSMForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: GSMConfig) -> None:
         super().__init__(config)
         if not config.tie_word_embeddings:
-            raise ValueError("tie_word_embeddings=False is not allowed because the head is the embedding. Use True")
+            raise ValueError("tie_word_embeddings must be True, as the head is the embedding, got False")
         self.model = model_of({"hyper_parameters": {"config": {"model": config.model}}}, "config.json")
         self.post_init()
 
@@ -78,7 +78,7 @@ class GSMForCausalLM(PreTrainedModel, GenerationMixin):
             )
         places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
         if len(places) > 1 or "disk" in places:
-            raise ValueError(f"device_map puts parts of the model on {' and '.join(sorted(places))}, {ONE_DEVICE}")
+            raise ValueError(f"{ONE_DEVICE}{' and '.join(sorted(places))}")
         return (model, report) if output_loading_info else model
 
     @can_return_tuple
@@ -121,7 +121,9 @@ class GSMForCausalLM(PreTrainedModel, GenerationMixin):
         whole_BT = joined_mask(input_ids, attention_mask, memory.used if memory else 0, before_BU)
         mask_BT = None if whole_BT is None else whole_BT[:, -length:]
         if mask_BT is not None and past_key_values is None and labels is None and not bool(mask_BT.any(1).all()):
-            raise ValueError("attention_mask leaves a row without any token. Use the end of text as its first token")
+            raise ValueError(
+                "attention_mask must keep a token of every row, got a row of 0; use the end of text as its first token"
+            )
         target_BT = None if labels is None else torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         last = logits_to_keep if isinstance(logits_to_keep, int) else 0
         out = self.model(
@@ -156,26 +158,26 @@ class GSMForCausalLM(PreTrainedModel, GenerationMixin):
         settings = {name: getattr(self.config, name, None) for name in ("output_attentions", "output_hidden_states")}
         for name, value in {**settings, **{name: value for name, value in others.items() if value is not None}}.items():
             if value is not None and value is not False:
-                reason = UNSUPPORTED.get(name, "forward has no such argument. Leave it out")
-                raise ValueError(f"{name} is not allowed because {reason}")
+                reason = UNSUPPORTED.get(name, "forward has no such argument")
+                raise ValueError(f"{name} must be left out: {reason}")
         tensors = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
         for name, value in {"input_ids": input_ids, **tensors}.items():
             if not isinstance(value, Tensor) and (value is not None or name == "input_ids"):
-                raise ValueError(f"{name}={value!r:.40} is not allowed. Use a tensor [B, T]")
+                raise ValueError(f"{name} must be a tensor [B, T], got {value!r:.40}")
         if input_ids.ndim != 2 or not input_ids.numel():
             raise ValueError(
-                f"input_ids of the shape {list(input_ids.shape)} is not allowed. Use [B, T] with at least one token; "
-                "with a cache, generate() takes the whole text, or new tokens with the attention_mask of the whole text"
+                f"input_ids must have the shape [B, T] with at least one token, got {list(input_ids.shape)}; with a "
+                "cache, generate() takes the whole text, or new tokens with the attention_mask of the whole text"
             )
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(
-                f"labels has the shape {list(labels.shape)}, input_ids {list(input_ids.shape)}. Use equal shapes"
+                f"labels must have the shape of input_ids, {list(input_ids.shape)}, got {list(labels.shape)}"
             )
         if not isinstance(logits_to_keep, int | Tensor) or isinstance(logits_to_keep, int) and logits_to_keep < 0:
-            raise ValueError(f"logits_to_keep={logits_to_keep} is not allowed. Use a number of rows, or 0 for all rows")
+            raise ValueError(f"logits_to_keep must be a number of rows, or 0 for all, got {logits_to_keep}")
         _check_cache(past_key_values, len(input_ids))
         if hasattr(self, "_hf_hook") and any(weight.is_meta for weight in self.parameters()):
-            raise ValueError(f"weights of this model are offloaded, {ONE_DEVICE}")
+            raise ValueError(f"{ONE_DEVICE}offloaded weights")
 
     def get_input_embeddings(self) -> torch.nn.Module:
         """Return the embedding of the tokens."""
@@ -225,11 +227,11 @@ class GSMForCausalLM(PreTrainedModel, GenerationMixin):
             empty_B = (mask == 0).all(1)
             if bool(((mask[:, -1] == 0) & ~empty_B).any()):
                 raise ValueError(
-                    "attention_mask has padding on the right, which is not allowed because new tokens cannot follow "
-                    "it. Use padding_side='left' of the tokenizer"
+                    "attention_mask must have padding on the left, as new tokens follow on the right; use "
+                    "padding_side='left' of the tokenizer"
                 )
             if bos_token_id is None:
-                raise ValueError("a prompt without any token needs bos_token_id. Use the end of text")
+                raise ValueError("bos_token_id must be given for a prompt without any token, such as the end of text")
             ids, mask = ids.clone(), mask.clone()
             ids[empty_B, -1], mask[empty_B, -1] = bos_token_id, 1
             model_kwargs["attention_mask"] = mask
@@ -242,19 +244,16 @@ class GSMForCausalLM(PreTrainedModel, GenerationMixin):
         cache."""
         if generation_config.cache_implementation is not None:
             raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation} is not allowed because it is for keys "
-                "and values, but these models have states. Leave it out"
+                "cache_implementation must be left out, as these models have states instead of keys and values, got "
+                f"{generation_config.cache_implementation}"
             )
         sequences = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         cache = model_kwargs.get("past_key_values")
         _check_cache(cache, sequences)
         if cache is not None and generation_config.use_cache is False:
-            raise ValueError(
-                "use_cache=False is not allowed with past_key_values because it reads the whole text again. Use only "
-                "one of them"
-            )
+            raise ValueError("use_cache must be True with past_key_values, got False")
         if generation_config.prefill_chunk_size is not None and generation_config.prefill_chunk_size < 1:
-            raise ValueError(f"prefill_chunk_size={generation_config.prefill_chunk_size} is not allowed. Use 1 or more")
+            raise ValueError(f"prefill_chunk_size must be at least 1, got {generation_config.prefill_chunk_size}")
         if cache is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = MemoryCache(self.model.start(sequences))
 
@@ -282,12 +281,9 @@ def _check_cache(cache: Any, batch: int) -> None:
     if cache is None:
         return
     if not isinstance(cache, MemoryCache):
-        raise ValueError(
-            f"past_key_values is a {type(cache).__name__}, which is not allowed because these models cannot write to "
-            "it. Leave it out"
-        )
+        raise ValueError(f"past_key_values must be a MemoryCache, or left out, got a {type(cache).__name__}")
     if cache.batch_size != batch:
         raise ValueError(
-            f"past_key_values has {cache.batch_size} sequences and input_ids {batch}. Use batch_select_indices() or "
-            "batch_repeat_interleave() of the cache"
+            f"past_key_values must have the {batch} sequences of input_ids, got {cache.batch_size}; use "
+            "batch_select_indices() or batch_repeat_interleave() of the cache"
         )

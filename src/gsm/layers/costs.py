@@ -208,9 +208,7 @@ def declared_cost(part: object, method: str, *arguments: object) -> Any:
 def unknown_cost(part: object, method: str) -> ValueError:
     """Return the error for a part without a cost method."""
     kind = type(part).__name__
-    return ValueError(
-        f"{kind} is not allowed because its cost is not known. Use a method {method} as in gsm.layers.costs"
-    )
+    return ValueError(f"{kind} must have a method {method} for its cost, as in gsm.layers.costs")
 
 
 def attention(inner: int, width: int, limit: int | None, **options) -> AttentionCost:
@@ -250,8 +248,8 @@ def check_pool(pool: int, top_k: int) -> None:
     incomplete."""
     if pool - POOL_BLOCK + 1 < top_k:
         raise ValueError(
-            f"a candidate pool of {pool} slots is not allowed because it can lack {POOL_BLOCK - 1} slots and then hold "
-            f"fewer than top_k={top_k}, for which the cost is not known. Use more candidate_blocks"
+            f"candidate_blocks must make a pool of at least {top_k + POOL_BLOCK - 1} slots for top_k={top_k}, as its "
+            f"newest block may lack {POOL_BLOCK - 1}, got {pool}"
         )
 
 

@@ -43,10 +43,7 @@ class DeltaNet(Recurrence):
     ):
         super().__init__(shape, name=name, convolution=convolution, steps=steps)
         if not 0 < largest_beta <= 2:
-            raise ValueError(
-                f"largest_beta={largest_beta} is not allowed because the state would explode. Use a number above 0 and "
-                "at most 2"
-            )
+            raise ValueError(f"largest_beta must be in (0, 2], where the state cannot explode, got {largest_beta}")
         self.largest_beta = largest_beta
         self.beta = Linear(shape.dim, steps * shape.heads)
 

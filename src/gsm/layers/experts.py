@@ -72,13 +72,13 @@ class MixtureOfExperts(nn.Module):
     ):
         super().__init__()
         if not 1 <= chosen <= experts:
-            raise ValueError(f"chosen={chosen} is not allowed. Use a number from 1 to the {experts} experts")
+            raise ValueError(f"chosen must be in [1, {experts}], the number of experts, got {chosen}")
         within(0, route_scale=route_scale, bias_step=bias_step, balance_weight=balance_weight)
         width, rest = divmod(hidden_dim, chosen + 1)
         if rest:
             raise ValueError(
-                f"feed_forward_dim={hidden_dim} is not allowed because the {chosen + 1} experts of a row (chosen + 1) "
-                f"must divide it. Use a multiple of {chosen + 1}"
+                f"feed_forward_dim must be a multiple of {chosen + 1}, the experts of a row (chosen + 1), got "
+                f"{hidden_dim}"
             )
         self.chosen, self.route_scale, self.balance_weight = chosen, route_scale, balance_weight
         self.bias_step = bias_step

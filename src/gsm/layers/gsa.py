@@ -32,7 +32,7 @@ class GSA(SlotMemory):
     ):
         super().__init__(shape, name=name, convolution=convolution, slots=slots)
         if damping <= 0:
-            raise ValueError(f"damping={damping} is not allowed. Use a number above 0")
+            raise ValueError(f"damping must be above 0, got {damping}")
         self.damping = damping
         self.decay = Linear(shape.dim, shape.heads * self.slots)
 

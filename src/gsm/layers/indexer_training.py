@@ -106,7 +106,7 @@ class KL(IndexerTraining):
         self, *, dense_limit: int = 4096, beyond: Literal["sampled", "selected"] = "sampled", sampled_rows: int = 1024
     ):
         if beyond not in ("sampled", "selected"):
-            raise ValueError(f"model.indexer_training.beyond={beyond!r} is not allowed. Use 'sampled' or 'selected'")
+            raise ValueError(f"model.indexer_training.beyond must be sampled or selected, got {beyond}")
         within(0, dense_limit=dense_limit)
         within(1, sampled_rows=sampled_rows)
         self.dense_limit, self.beyond, self.sampled_rows = dense_limit, beyond, sampled_rows

@@ -77,8 +77,8 @@ class KeyValue(nn.Module):
         self.heads = default_heads(shape.heads) if heads is None else heads
         if self.heads < 1 or shape.heads % self.heads:
             raise UnfitHeads(
-                f"key_value_heads={self.heads} is not allowed because it must divide the {shape.heads} query heads. "
-                "Use a divisor, or null for one of every four"
+                f"key_value_heads must divide the {shape.heads} query heads, got {self.heads}; null means one of "
+                "every four"
             )
         self.projection = Linear(shape.dim, 2 * self.heads * shape.entry_dim)
 

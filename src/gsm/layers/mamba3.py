@@ -49,7 +49,9 @@ class Mamba3(Recurrence):
         channels = shape.entry_dim
         self.rotated = 2 * max(1, channels // 4) if rotated is None else rotated
         if self.rotated % 2 or not 2 <= self.rotated <= channels:
-            raise ValueError(f"rotated={rotated} is not allowed. Use an even number from 2 to the {channels} channels")
+            raise ValueError(
+                f"rotated must be an even number in [2, {channels}], the number of channels, got {rotated}"
+            )
         self.state_shape = (channels + 2, channels)
         self.query_norm, self.key_norm = RMSNorm(channels), RMSNorm(channels)
         self.query_bias = nn.Parameter(torch.ones(shape.heads * channels))

@@ -76,7 +76,7 @@ class NSA(RangeAttention):
         within(ALWAYS, 65536, blocks=self.blocks)
         self.window = geometry.window if window is None else window
         if self.window < 1:
-            raise ValueError(f"window={window} is not allowed. Use at least 1 token, or null for the size's window")
+            raise ValueError(f"window must be at least 1, or null for the size's window, got {window}")
         self.key_value = KeyValue(shape, key_value_heads)
         self.compressor = BlockCompressor(shape.entry_dim, block, self.rope)
         self.gate = Linear(shape.dim, len(BRANCHES) * shape.heads)

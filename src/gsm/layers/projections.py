@@ -165,7 +165,7 @@ class Indexer(nn.Module):
     def keys(self, latent_BGC: Tensor, angles: Angles) -> Tensor:
         """Return index keys of new bank entries, computed from their latents before rotation."""
         if self.key is None or self.key_norm is None:
-            raise RuntimeError("keys() is not allowed with owns_keys=False. Use the keys of the bank's own indexer")
+            raise RuntimeError("owns_keys must be True for keys(), got False; use the keys of the bank's own indexer")
         return rotate(self.key_norm(self.key(latent_BGC.detach())), angles.cos_BTP, angles.sin_BTP)
 
     def work(self, ratio: int, pool: int | None = None) -> LayerCost:

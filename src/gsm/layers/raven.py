@@ -51,7 +51,7 @@ class Raven(SlotMemory):
         # name.
         self.written, self.noise = max(1, self.slots // 2) if top_k is None else top_k, noise
         if not 1 <= self.written <= self.slots:
-            raise ValueError(f"top_k={top_k} is not allowed. Use a number from 1 to the {self.slots} slots")
+            raise ValueError(f"top_k must be in [1, {self.slots}], the number of slots, got {top_k}")
         self.key_norm = RMSNorm(shape.entry_dim)
         self.query_norm = RMSNorm(shape.entry_dim)
         self.decay = Linear(shape.dim, shape.heads)

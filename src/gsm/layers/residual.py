@@ -113,10 +113,7 @@ class HyperConnection(nn.Module):
     def __init__(self, dim: int, *, streams: int = 4, sinkhorn_rounds: int = 20, gate: float = 0.01):
         super().__init__()
         if streams < 2:
-            raise ValueError(
-                f"streams={streams} is not allowed because hyper-connections need at least 2 streams. Use residual "
-                "plain for one stream"
-            )
+            raise ValueError(f"streams must be at least 2, got {streams}; residual=plain has one")
         within(1, 1000, sinkhorn_rounds=sinkhorn_rounds)
         self.streams, self.sinkhorn_rounds = streams, sinkhorn_rounds
         coefficients = 2 * streams + streams * streams

@@ -60,9 +60,7 @@ class ResidualAttention(Attention):
     ):
         super().__init__(shape, geometry=geometry, name=name, key_value_heads=key_value_heads)
         if not 0 < scale <= 1e6:
-            raise ValueError(
-                f"scale={scale} is not allowed because weights are divided by it. Use a number above 0 and at most 1e6"
-            )
+            raise ValueError(f"scale must be in (0, 1e6], got {scale}")
         self.scale = scale
         self.key_mix = None if first else nn.Parameter(torch.tensor([0.0, 1 / scale]))
         self.value_mix = None if first else nn.Parameter(torch.tensor([0.0, 1 / scale]))

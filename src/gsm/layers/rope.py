@@ -63,22 +63,17 @@ class Rope:
         mscale: float = 0.0,
     ):
         if channels % 2:
-            raise ValueError(
-                f"rotary_dim={channels} is not allowed because channels are rotated in pairs. Use an even number"
-            )
+            raise ValueError(f"rotary_dim must be even, as channels are rotated in pairs, got {channels}")
         if factor < 1:
-            raise ValueError(f"yarn_factor={factor} is not allowed. Use at least 1 (1: off)")
+            raise ValueError(f"yarn_factor must be at least 1 (1: off), got {factor}")
         if not beta_fast > beta_slow > 0:
             raise ValueError(
-                f"yarn_beta_fast={beta_fast} is not allowed with yarn_beta_slow={beta_slow} because they bound a range "
-                "of turns. Use yarn_beta_fast > yarn_beta_slow > 0"
+                f"yarn_beta_fast must be above yarn_beta_slow, and that above 0, got {beta_fast} and {beta_slow}"
             )
         if mscale < 0:
-            raise ValueError(f"yarn_mscale={mscale} is not allowed. Use at least 0 (0: no attention temperature)")
+            raise ValueError(f"yarn_mscale must be at least 0 (0: no attention temperature), got {mscale}")
         if factor > 1 and original is None:
-            raise ValueError(
-                f"yarn_factor={factor} is not allowed without the original context. Use yarn_original=TOKENS"
-            )
+            raise ValueError(f"yarn_original must be the original context for yarn_factor={factor}, got null")
         self.channels, self.base, self.factor, self.original = channels, base, factor, original
         self.beta_fast, self.beta_slow, self.mscale = beta_fast, beta_slow, mscale
 

@@ -51,8 +51,8 @@ class Selection(NamedTuple):
             slot = int(chosen_BRK[sequence, row, place])
             first, last = int(bank.first_BR[sequence, row]), int(bank.last_BR[sequence, row])
             raise ValueError(
-                f"a patch of {full_name(name)} with slot {slot} is not allowed because row {row} of sequence "
-                f"{sequence} sees slots from {first} on and before {last}. Use -1 for no slot"
+                f"{full_name(name)} must be patched with slots in [{first}, {last}) for row {row} of sequence "
+                f"{sequence}, or -1 for none, got {slot}"
             )
         # A reused bias trains the indexer only on the slots that it selected itself.
         bias_BRK = None if self.bias_BRK is None else self.bias_BRK.where(chosen_BRK == self.chosen_BRK, 0)

@@ -39,7 +39,7 @@ class SlidingWindow(RangeAttention):
         super().__init__(shape, rope=geometry.window_rope(), name=name)
         self.window = geometry.window if window is None else window
         if self.window < 1:
-            raise ValueError(f"window={window} is not allowed. Use at least 1 token, or null for the size's window")
+            raise ValueError(f"window must be at least 1, or null for the size's window, got {window}")
         self.key_value = KeyValue(shape, key_value_heads)
 
     @property

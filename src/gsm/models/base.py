@@ -219,8 +219,8 @@ class LanguageModel(nn.Module, ABC, Observable):
             table, head = pair
             if not torch.equal(table.nan_to_num(), head.nan_to_num().to(table.device)):
                 raise ValueError(
-                    f"{names[1]} is not allowed to differ from {names[0]} because they are one weight here; save the "
-                    "state dict of a model whose head has the embedding's weight"
+                    f"{names[1]} must equal {names[0]}, as they are one weight here; save the state dict of a model "
+                    "whose head has the embedding's weight"
                 )
         self._retie = self._tied
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -268,7 +268,7 @@ class LanguageModel(nn.Module, ABC, Observable):
         # Autocast does not round an embedding's output, and the residual streams are most of a layer's memory traffic.
         x_BTD = lowered(self.embedding(tokens) * self.dim**0.5)
         called(self)
-        tap("position", position_BT, fixed="positions determine the mask. Use documents= to restart counting")
+        tap("position", position_BT, fixed="positions determine the mask; use documents= to restart counting")
         trace = self.run(tap("embedding", x_BTD), span, before)
         hidden_BRD = self.norm(tap("hidden", trace.hidden_BRD))
         modes = modes_of(hidden_BRD)
@@ -336,9 +336,8 @@ class LanguageModel(nn.Module, ABC, Observable):
         tokens, padding = as_batch(prompt, self.embedding.weight.device)
         if padding is not None and (documents is not None or memory.used):
             raise ValueError(
-                "prompts of different lengths are not allowed with documents or with a memory in use, because each of "
-                f"them begins a document; this memory has read {memory.used} tokens. Use a fresh memory, "
-                "start(batch=...), and no documents"
+                "documents must be left out, and memory fresh, with prompts of different lengths, as each of them "
+                f"begins a document, got a memory that has read {memory.used} tokens"
             )
         documents = padding if documents is None else documents
         if documents is not None:

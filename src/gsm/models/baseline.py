@@ -117,8 +117,8 @@ def decoder_roles(geometry: Geometry) -> list[Role]:
     first, last = geometry.encoder_layers + 1, geometry.depth
     if geometry.decoder_full != first:
         raise ValueError(
-            f"decoder_full={geometry.decoder_full} is not allowed because the bank holds the encoder's output. Use the "
-            f"first decoder layer, {first}"
+            f"decoder_full must be {first}, the first decoder layer, as the bank holds the encoder's output, got "
+            f"{geometry.decoder_full}"
         )
     check_layers("decoder_reindex", geometry.decoder_reindex, first + 1, last)
     reindex, layers = geometry.decoder_reindex, range(first, last + 1)

@@ -38,40 +38,31 @@ def check_call(
     if rows is not None:
         whole_number("rows", rows, None)
     if tokens.device.type not in DEVICES:
-        raise ValueError(
-            f"tokens on {tokens.device.type} are not allowed because this device is untested. Move model and tokens to "
-            "cpu or cuda"
-        )
+        raise ValueError(f"tokens must be on cpu or cuda, got {tokens.device.type}")
     if tokens.ndim != 2 or tokens.dtype not in WHOLE:
         raise ValueError(
-            f"tokens of {tokens.dtype} {list(tokens.shape)} are not allowed because ids are whole numbers of shape "
-            "[batch, length]. Use such a tensor"
+            f"tokens must be whole numbers of shape [batch, length], got {tokens.dtype} {list(tokens.shape)}"
         )
     batch, length = tokens.shape
     if batch < 1 or length < 1:
-        raise ValueError(
-            f"tokens of shape {list(tokens.shape)} are not allowed because they are an empty prompt. Use at least "
-            "one token"
-        )
+        raise ValueError(f"tokens must have at least one token, got the shape {list(tokens.shape)}")
     for name, other in (("documents", documents), ("targets", targets)):
         if other is None:
             continue
         check_shape(name, other, tokens)
         if other.dtype not in WHOLE or other.device != tokens.device:
             raise ValueError(
-                f"{name} of {other.dtype} on {other.device} are not allowed. Use whole numbers on the device of "
-                f"tokens, {tokens.device}"
+                f"{name} must be whole numbers on {tokens.device}, the device of tokens, got {other.dtype} on "
+                f"{other.device}"
             )
     if rows is not None and (rows > length or rows < 1 and (not has_memory or targets is not None)):
-        below = "; below 1 only with a memory and without targets" if rows < 1 else ""
-        raise ValueError(
-            f"rows={rows} is not allowed for a call with {length} new positions. Use a number from 1 to {length}{below}"
-        )
+        below = " (below 1 only with a memory and without targets)" if rows < 1 else ""
+        raise ValueError(f"rows must be in [1, {length}], the new positions of the call{below}, got {rows}")
     if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and not noted():
-        check_range(vocabulary, "token id", tokens)
+        check_range(vocabulary, "tokens", tokens)
         if targets is not None:
             check_range(
-                vocabulary, "target", targets.where(targets != IGNORED, 0), f", or {IGNORED} to leave a position out"
+                vocabulary, "targets", targets.where(targets != IGNORED, 0), f", or {IGNORED} to leave a position out"
             )
 
 
@@ -79,19 +70,13 @@ def check_type(name: str, value: Any, kind: type, remedy: str) -> None:
     """Raise ValueError for a value of another type."""
     if not isinstance(value, kind):
         actual = type(value)
-        raise ValueError(
-            f"{name} of type {actual.__module__}.{actual.__name__} is not allowed because it must be a "
-            f"{kind.__name__}. Use {remedy}"
-        )
+        raise ValueError(f"{name} must be a {kind.__name__}, got {actual.__module__}.{actual.__name__}; use {remedy}")
 
 
 def check_shape(name: str, other: Tensor, tokens: Tensor) -> None:
     """Raise ValueError for a tensor that does not have the shape of tokens."""
     if other.shape != tokens.shape:
-        raise ValueError(
-            f"{name} of shape {list(other.shape)} are not allowed because tokens have the shape {list(tokens.shape)}. "
-            "Use one number for each token"
-        )
+        raise ValueError(f"{name} must have the shape of tokens, {list(tokens.shape)}, got {list(other.shape)}")
 
 
 def whole_number(name: str, value: Any, least: int | None = 1) -> int:
@@ -99,9 +84,7 @@ def whole_number(name: str, value: Any, least: int | None = 1) -> int:
     try:
         number = value if type(value) is int else index(value)
     except TypeError:
-        raise ValueError(
-            f"{name}={value!r} is not allowed because it is a {type(value).__name__}. Use a whole number"
-        ) from None
+        raise ValueError(f"{name} must be a whole number, got {value!r}") from None
     if least is not None:
         within(least, (1 << 31) - 1, **{name: number})
     return number
@@ -112,8 +95,8 @@ def check_range(vocabulary: int, name: str, ids: Tensor, otherwise: str = "") ->
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:
         raise ValueError(
-            f"{name} {low if low < 0 else high} is not allowed because the vocabulary has {vocabulary} ids. Use ids "
-            f"from 0 to {vocabulary - 1}{otherwise}"
+            f"{name} must be in [0, {vocabulary - 1}], the ids of the vocabulary{otherwise}, got "
+            f"{low if low < 0 else high}"
         )
 
 
@@ -127,31 +110,30 @@ def check_memory(memory: Memory, layout: tuple[tuple, ...], tokens: Tensor, rows
     batch, length = tokens.shape
     if memory.batch != batch:
         raise ValueError(
-            f"memory for a batch of {memory.batch} is not allowed because tokens have a batch of {batch}. Use "
-            f"start(batch={batch})"
+            f"memory must be of batch {batch}, as tokens are, got {memory.batch}; use start(batch={batch})"
         )
     actual = memory.ledger.layout
     if actual is not layout and actual != layout:
         raise ValueError(
-            "memory is not allowed because it was made by another model, or by a model with other sizes or dtype"
-            f"{first_difference(actual, layout)}. Use start() of this model, or a new Engine"
+            "memory must be of this model, got that of another one, or of other sizes or "
+            f"dtype{first_difference(actual, layout)}; use start() of this model, or a new Engine"
         )
     if memory.document_B.device != tokens.device:
         raise ValueError(
-            f"memory on {memory.document_B.device} is not allowed because tokens are on {tokens.device}. Use start() "
-            "after the model was moved"
+            f"memory must be on {tokens.device}, where tokens are, got {memory.document_B.device}; use start() after "
+            "the model was moved"
         )
     if memory.capacity is not None and torch.is_grad_enabled():
         raise ValueError(
-            f"memory of capacity {memory.capacity} is not allowed while gradients are recorded because it is written "
-            "in place. Use torch.no_grad(), or a growing memory from start(), where gradients end"
+            "memory must grow while gradients are recorded, as a static one is written in place, got capacity "
+            f"{memory.capacity}; use torch.no_grad(), or start() without a capacity, where gradients end"
         )
     traced = torch.compiler.is_compiling()  # a compiled graph cannot query inference mode
     if not traced and memory.document_B.is_inference() and not torch.is_inference_mode_enabled():
         if torch.is_grad_enabled() or memory.capacity is not None:
             raise ValueError(
-                "memory made in torch.inference_mode() is not allowed outside of it because it permits neither "
-                "gradients nor writes there. Use torch.no_grad() to make it, or stay in inference mode"
+                "memory must be made outside of torch.inference_mode() to be used outside, where it permits neither "
+                "gradients nor writes; make it in torch.no_grad(), or stay in inference mode"
             )
     memory.ledger.require(length)
     memory.ledger.require_rows(length, length if rows is None else rows)
@@ -181,6 +163,6 @@ def check_room(capacity: int | None, prompt: int, new: int, used: int = 0) -> No
     if capacity is not None and needed > capacity:
         after = f" after {used} used tokens" if used else ""
         raise ValueError(
-            f"capacity={capacity} is not allowed because a prompt of {prompt} tokens and {new} new ones{after} need "
-            f"{needed}. Use capacity={needed} or more, or None for a memory that grows"
+            f"capacity must be at least {needed} for a prompt of {prompt} tokens and {new} new ones{after}, or None "
+            f"for a memory that grows, got {capacity}"
         )

@@ -113,18 +113,11 @@ def repeated(layers: Sequence[str], mixers: Mapping[str, Any], depth: int) -> li
     unknown = sorted(set(layers) - set(mixers))
     if unknown or not layers:
         raise ValueError(
-            f"layers={list(layers)} is not allowed because layers must name mixers. Use some of "
-            f"{', '.join(sorted(mixers)) or 'none'}"
+            f"layers must name mixers, {', '.join(sorted(mixers)) or 'of which there are none'}, got {list(layers)}"
         )
     unused = sorted(set(mixers) - set(layers))
     if unused:
-        raise ValueError(
-            f"layers={list(layers)} is not allowed because mixers {unused} are unused. Use them in layers, or remove "
-            "them from mixers"
-        )
+        raise ValueError(f"layers must use every mixer, got {list(layers)} without {', '.join(unused)}")
     if len(layers) > depth:
-        raise ValueError(
-            f"layers={list(layers)} is not allowed because it lists {len(layers)} mixers for {depth} layers. Use at "
-            f"most {depth}"
-        )
+        raise ValueError(f"layers must have at most {depth} mixers, the depth, got {len(layers)}")
     return [layers[layer % len(layers)] for layer in range(depth)]

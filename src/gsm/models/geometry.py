@@ -84,28 +84,19 @@ class Geometry:
         for name in _POSITIVE:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"{name}={value!r} is not allowed because it must be a whole number of at least 1. Use 1 or more"
-                )
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         within(1, MOST_LAYERS, encoder_layers=self.encoder_layers, decoder_layers=self.decoder_layers)
         within(1, rope_base=self.rope_base, bank_rope_base=self.bank_rope_base)
         if self.heads % self.output_groups:
-            raise ValueError(
-                f"output_groups={self.output_groups} is not allowed because it must divide heads={self.heads}. Use a "
-                "divisor"
-            )
+            raise ValueError(f"output_groups must divide heads ({self.heads}), got {self.output_groups}")
         if self.rotary_dim > min(self.entry_dim, self.index_dim):
             limit = min(self.entry_dim, self.index_dim)
             raise ValueError(
-                f"rotary_dim={self.rotary_dim} is not allowed because it must fit into entry_dim and index_dim. Use at "
-                f"most {limit}"
+                f"rotary_dim must be at most {limit}, to fit into entry_dim and index_dim, got {self.rotary_dim}"
             )
         check_layers("bank_layers", self.bank_layers, 1, self.encoder_layers)
         if not self.bank_layers:
-            raise ValueError(
-                "bank_layers=[] is not allowed because at least one encoder layer must own a bank. Use a list of "
-                "encoder layers"
-            )
+            raise ValueError("bank_layers must have at least one encoder layer, got []")
 
     @property
     def depth(self) -> int:
@@ -142,16 +133,10 @@ class Geometry:
 def check_layers(field: str, layers: Sequence[int], first: int, last: int) -> None:
     """Raise ValueError unless ``layers`` ascend inside [first, last]."""
     if list(layers) != sorted(set(layers)):
-        raise ValueError(
-            f"{field}={list(layers)} is not allowed because layers must ascend without repetition. Use each layer "
-            "once, in ascending order"
-        )
+        raise ValueError(f"{field} must ascend without repetition, got {list(layers)}")
     outside = [layer for layer in layers if not first <= layer <= last]
     if outside:
-        raise ValueError(
-            f"{field}={list(layers)} is not allowed because {outside} lie outside of layers {first} to {last}. "
-            "Use layers inside"
-        )
+        raise ValueError(f"{field} must be layers in [{first}, {last}], got {list(layers)}")
 
 
 _POSITIVE = (

@@ -103,10 +103,7 @@ class GSM(LanguageModel):
         self.geometry, self.indexer_training = geometry, indexer_training or KL()
         self.state_size = geometry.window + geometry.top_k if state_size is None else state_size
         if self.state_size < 1:
-            raise ValueError(
-                f"state_size={state_size} is not allowed because a state has at least 1 entry. Use a positive number, "
-                "or null for window + top_k"
-            )
+            raise ValueError(f"state_size must be at least 1, or null for window + top_k, got {state_size}")
         layers = check_stages(geometry.stages if stages is None else stages, geometry)
         shape, rope = geometry.shape(), geometry.window_rope()
         block = block_of(geometry, feed_forward=feed_forward, residual=residual)
@@ -229,10 +226,7 @@ def check_stages(stages: Sequence[int], geometry: Geometry) -> list[int]:
     first = min(geometry.bank_layers)
     bankless = [layer for layer in stages if layer < first]
     if bankless:
-        raise ValueError(
-            f"stages={list(stages)} is not allowed because window-only layers {bankless} have no bank. Use layers from "
-            f"{first} on"
-        )
+        raise ValueError(f"stages must be layers from {first} on, as those before have no bank, got {list(stages)}")
     check_layers("stages", stages, first, geometry.encoder_layers)
     return list(stages)
 
@@ -242,9 +236,8 @@ def check_retrievers(aggregation: Aggregation) -> None:
     followers = [stage.retriever for stage in aggregation if stage.retriever.follows_encoder]
     if followers:
         raise ValueError(
-            f"retriever {type(followers[0]).__name__} is not allowed with encoder_reading=window_only because it "
-            "follows the encoder layer's selection, and that layer selects nothing. Use a retriever with a selection "
-            "of its own, such as separate_indexer, or stages=[]"
+            "retriever must have a selection of its own, such as separate_indexer, with encoder_reading=window_only, "
+            f"whose layers select nothing, got {type(followers[0]).__name__}; or use stages=[]"
         )
 
 
@@ -258,6 +251,5 @@ def check_writer(writer: StateWriter, stages: Sequence[int]) -> None:
     """Raise ValueError for a writer that needs stages in a model without them."""
     if writer.needs_stages and not stages:
         raise ValueError(
-            f"writer {type(writer).__name__} is not allowed with model.stages=[] because it writes the increments of "
-            "stages. Use a list of encoder layers, or writer additive, which without stages writes the encoder's output"
+            f"writer must need no stages with model.stages=[], such as additive, got {type(writer).__name__}"
         )

@@ -28,12 +28,11 @@ def left_pad(prompts: Sequence[Ids], device: torch.device | str = "cpu") -> tupl
     """
     rows = [torch.as_tensor(prompt, device=device) for prompt in prompts]
     if not rows:
-        raise ValueError("prompts=[] is not allowed because a batch has at least one prompt. Use one or more")
+        raise ValueError("prompts must have at least one prompt, got []")
     for number, row in enumerate(rows):
         if row.ndim != 1 or row.numel() == 0 or row.is_floating_point():
             raise ValueError(
-                f"prompts[{number}] of {row.dtype} {list(row.shape)} is not allowed because a prompt is 1-D, of whole "
-                "numbers and not empty. Use a list of ids"
+                f"prompts[{number}] must be whole numbers, 1-D and not empty, got {row.dtype} {list(row.shape)}"
             )
     rows = [row.long() for row in rows]
     documents = [torch.zeros_like(row) for row in rows]
@@ -47,16 +46,14 @@ def as_batch(prompt: Prompt, device: torch.device) -> tuple[Tensor, Tensor | Non
     ``left_pad`` does, and for anything without ids.
     """
     if isinstance(prompt, Tensor) and prompt.is_meta and device.type != "meta":
-        raise ValueError(
-            "prompt is not allowed on the meta device because tensors there have no values. Use a tensor with values"
-        )
+        raise ValueError("prompt must have values, got a tensor on the meta device")
     try:
         if isinstance(prompt, Tensor) or (len(prompt) and torch.as_tensor(prompt[0]).ndim == 0):
             return torch.atleast_2d(torch.as_tensor(prompt, device=device)), None
         tokens, documents = left_pad(prompt, device)  # pyright: ignore[reportArgumentType]
     except (TypeError, KeyError, RuntimeError, OverflowError) as error:  # a text, a set, a generator
         raise ValueError(
-            f"prompt={prompt!r:.40} is not allowed because a prompt holds ids. Use a tensor [B, T] or [T], a list of "
-            "ids, a list of lists, or encode() of a tokenizer for a text"
+            "prompt must be ids: a tensor [B, T] or [T], a list, a list of lists, or encode() of a tokenizer, got "
+            f"{prompt!r:.40}"
         ) from error
     return tokens, documents if len({len(row) for row in prompt}) > 1 else None  # pyright: ignore[reportArgumentType]

@@ -73,17 +73,15 @@ def check_sampling(
     on another device."""
     for name, value in {"temperature": temperature, "top_p": top_p}.items():
         if not (isinstance(value, Real) or isinstance(value, Tensor) and value.numel() == 1):
-            raise ValueError(f"{name}={value!r:.40} is not allowed because it is not a number. Use a number")
+            raise ValueError(f"{name} must be a number, got {value!r:.40}")
     if not 0 <= temperature < math.inf:
         raise ConfigError(f"temperature must be 0 (greedy) or a finite number above it, got {temperature}")
     if not 0 < top_p <= 1:
         raise ConfigError(f"top_p must be in (0, 1], got {top_p}")
     if generator is not None and not isinstance(generator, torch.Generator):
-        raise ValueError(f"generator of type {type(generator).__name__} is not allowed. Use a torch.Generator")
+        raise ValueError(f"generator must be a torch.Generator, got {type(generator).__name__}")
     if generator is not None and device is not None and generator.device.type != device.type:
-        raise ValueError(
-            f"generator on {generator.device} is not allowed because the model is on {device}. Use a generator there"
-        )
+        raise ValueError(f"generator must be on {device}, where the model is, got {generator.device}")
 
 
 def continuation(

@@ -46,7 +46,7 @@ class Stack(nn.Module):
     def __init__(self, blocks: Sequence[Block], *, recompute: Recompute = False):
         super().__init__()
         if recompute not in (False, True, "selective"):
-            raise ValueError(f"recompute={recompute!r} is not allowed. Use true, false or selective")
+            raise ValueError(f"recompute must be true, false or selective, got {recompute!r}")
         self.blocks = nn.ModuleList(blocks)
         self.recompute = recompute
         # For each layer, the number of earlier positions of its input that a row needs; None: all of them. Rows that

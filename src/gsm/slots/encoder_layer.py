@@ -85,10 +85,7 @@ class Recurrent(EncoderLayer):
         super().__init__(feed_forward_convolution)
         within(1, heads=heads)
         if not roles or set(roles) - {"window", "reuse"}:
-            raise ValueError(
-                f"roles={list(roles)} is not allowed because a mixer can be in window-only and Reuse layers alone. "
-                "Use [window], [reuse] or [window,reuse]"
-            )
+            raise ValueError(f"roles must be [window], [reuse] or [window,reuse], got {list(roles)}")
         self.mixer, self.roles, self.heads = mixer, roles, heads
 
     def layer(self, shape: Shape, role: Role, *, geometry: MixerGeometry, **common: Any) -> Mixer:

@@ -80,8 +80,7 @@ class LanguageModeling(lightning.LightningModule):
         steps = self.trainer.max_steps
         if steps < 1:
             raise ValueError(
-                f"trainer.max_steps={steps} is not allowed because the learning rate needs the length of the run. "
-                "Use 1 or more."
+                f"trainer.max_steps must be at least 1, as the learning rate needs the length of the run, got {steps}"
             )
         groups = self.model.parameter_groups()
         check_groups(self.model, groups)

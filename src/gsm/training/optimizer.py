@@ -47,14 +47,9 @@ class AdamW:
         within(0, weight_decay=self.weight_decay, warmup_steps=self.warmup_steps)
         if self.schedule not in SCHEDULES:
             names = ", ".join(SCHEDULES)
-            raise ConfigError(
-                f"schedule={self.schedule} is not allowed because there is no such schedule. Use {names}."
-            )
+            raise ConfigError(f"schedule must be {names}, got {self.schedule}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            betas = ",".join(map(str, self.betas))
-            raise ConfigError(
-                f"betas=[{betas}] is not allowed because it is not two numbers from 0 to below 1. Use [0.9,0.95]."
-            )
+            raise ConfigError(f"betas must be two numbers in [0, 1), such as [0.9, 0.95], got {list(self.betas)}")
 
     def build(self, groups: Mapping[str, Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
         """Build an optimiser with a group of trained parameters for each entry of ``groups``, with its name."""
@@ -130,9 +125,7 @@ class Muon(AdamW):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.momentum < 1:
-            raise ConfigError(
-                f"momentum={self.momentum} is not allowed because a moment must decay. Use a number from 0 to below 1."
-            )
+            raise ConfigError(f"momentum must be in [0, 1), got {self.momentum}")
         within(1, 99, iterations=self.iterations)
         within(0, 1000, adamw_factor=self.adamw_factor)
 

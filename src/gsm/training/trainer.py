@@ -78,11 +78,13 @@ def build(config: Mapping[str, Any], summary: Summary) -> lightning.Trainer:
         trainer.val_check_interval *= batches  # Lightning counts batches, the configuration steps
     if config["compile"] and trainer.strategy.root_device.type == "cpu":
         raise ConfigError(
-            "compile=true is not allowed because on a CPU it takes minutes and a step is hardly faster for it. Use "
-            "compile=false; `python -m gsm_kernels` shows the kernels that make a CPU fast."
+            "compile must be false on a CPU, where it takes minutes and a step is hardly faster, got true; `python "
+            "-m gsm_kernels` shows the kernels that make a CPU fast"
         )
     if trainer.strategy.root_device.type == "cuda" and (reason := unready()) is not None:
-        raise ConfigError(f"trainer.accelerator={config['trainer']['accelerator']} is not allowed because {reason}.")
+        raise ConfigError(
+            f"trainer.accelerator must be a device that is ready, got {config['trainer']['accelerator']}: {reason}"
+        )
     return trainer
 
 
@@ -128,8 +130,8 @@ def refuse_context(trainer: lightning.Trainer) -> None:
     if trainer.world_size % context:
         fitting = [n for n in range(1, trainer.world_size + 1) if trainer.world_size % n == 0]
         raise ConfigError(
-            f"trainer.context={context} is not allowed because it does not divide the {trainer.world_size} devices "
-            f"that train together. Use one of {', '.join(map(str, fitting))}, or change trainer.devices."
+            f"trainer.context must divide the {trainer.world_size} devices that train together, got {context}; use "
+            f"{' or '.join(map(str, fitting))}, or change trainer.devices"
         )
 
 
@@ -156,8 +158,7 @@ def batches_a_step(config: Mapping[str, Any], world: int) -> int:
     limit = config.get("trainer", {}).get("limit_train_batches")
     if limit not in (None, 1.0) and (isinstance(limit, float) or limit % batches):
         raise ConfigError(
-            f"trainer.limit_train_batches={limit} is not allowed because a step takes {batches} batches and a pass has "
-            f"to end with one. Use a multiple of {batches}."
+            f"trainer.limit_train_batches must be a multiple of {batches}, the batches of a step, got {limit}"
         )
     return batches
 
@@ -179,8 +180,8 @@ def _divided(config: Mapping[str, Any], world: int) -> int:
         f"global_batch={' or '.join(str(n * at_once) for n in (total // at_once, total // at_once + 1) if n)}"
     )
     raise ConfigError(
-        f"global_batch={total} is not allowed because {world} devices with data.batch_size={batch} take {at_once} "
-        f"sequences at a time. Use {' or '.join(fitting)}."
+        f"global_batch must be a multiple of {at_once} on {world} device{'s' * (world > 1)} with "
+        f"data.batch_size={batch}, got {total}; use {' or '.join(fitting)}"
     )
 
 
@@ -232,22 +233,20 @@ def refuse_divided(trainer: lightning.Trainer, task: LanguageModeling) -> None:
         return
     if not task.optimizer.shardable:
         raise ConfigError(
-            f"optimizer={type(task.optimizer).__name__.lower()} is not allowed because it needs whole matrices, and "
-            "trainer=fsdp divides them. Use trainer=ddp, or optimizer=adamw."
+            "optimizer must be adamw with trainer=fsdp, which divides matrices, got "
+            f"{type(task.optimizer).__name__.lower()}; or use trainer=ddp"
         )
     among = {"trainer.context": trainer.strategy.context, "trainer.strategy.experts": trainer.strategy.experts}
     for name, count in among.items():
         if count > 1 and task.compiles:
             raise ConfigError(
-                f"compile=true is not allowed because a compiler cannot follow the exchange of {name}={count}. Use "
-                f"compile=false, or {name}=1."
+                f"compile must be false with {name}={count}, an exchange that a compiler cannot follow, got true"
             )
     parts = [part for part in task.model.modules() if isinstance(part, Experts)]
     refuse_shared_experts(parts, trainer.strategy.experts, trainer.world_size)
     if not find(trainer, Latest):
         raise ConfigError(
-            "callbacks.latest=null is not allowed because trainer=fsdp concludes a run from its last checkpoint. Use "
-            "trainer=ddp, or leave callbacks.latest out."
+            "callbacks.latest must be kept with trainer=fsdp, which ends a run with its last checkpoint, got null"
         )
 
 
@@ -256,8 +255,8 @@ def refuse_shared_experts(parts: Sequence[Experts], ranks: int, world: int) -> N
     ways = ways_to_divide(parts, world)
     if ranks not in ways:
         raise ConfigError(
-            f"trainer.strategy.experts={ranks} is not allowed because {world} devices cannot divide the experts by it. "
-            f"Use {' or '.join(map(str, ways))}."
+            f"trainer.strategy.experts must be {' or '.join(map(str, ways))}, to divide the experts among {world} "
+            f"devices, got {ranks}"
         )
 
 
@@ -268,8 +267,8 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     divides = strategy.get("context", 1) if isinstance(strategy, Mapping) else 1
     if context is not None and context != divides:  # the strategy has it from there, in trainer=context
         raise ConfigError(
-            f"trainer.context={context} is not allowed because the trainer divides sequences among {divides}. Use "
-            f"trainer=context trainer.context={context}, without a number in trainer.strategy."
+            f"trainer.context must be that of trainer.strategy ({divides}), got {context}; use trainer=context "
+            f"trainer.context={context} without a number in trainer.strategy"
         )
     refuse_arguments(chosen)
     chosen["log_every_n_steps"] = min(chosen.get("log_every_n_steps") or 50, chosen["max_steps"])
@@ -289,7 +288,7 @@ def refuse_arguments(chosen: Mapping[str, Any]) -> None:
     """Raise ConfigError for an argument of the Trainer that a run does not take, or not with this value."""
     for name, value in chosen.items():
         if name in INSTEAD and value is not None:
-            raise ConfigError(f"trainer.{name} must be left out, got {value!s:.40}. Use {INSTEAD[name]}.")
+            raise ConfigError(f"trainer.{name} must be left out, got {value!s:.40}; use {INSTEAD[name]}")
     # Lightning would train uphill, for ever or not at all, and not say so.
     steps = {name: chosen.get(name) for name in ("max_steps", "log_every_n_steps", "val_check_interval")}
     within(1, **{f"trainer.{name}": value for name, value in steps.items() if isinstance(value, int | float)})
@@ -297,21 +296,17 @@ def refuse_arguments(chosen: Mapping[str, Any]) -> None:
     strategy = chosen.get("strategy")
     if not (strategy is None or strategy in STRATEGIES or isinstance(strategy, Mapping)):
         raise ConfigError(
-            f"trainer.strategy={strategy!s:.40} is not allowed because no model was trained with it. Use trainer=ddp, "
-            "trainer=fsdp or trainer=context."
+            f"trainer.strategy must be chosen by trainer=ddp, trainer=fsdp or trainer=context, got {strategy!s:.40}"
         )
     interval, accelerator = chosen.get("val_check_interval"), chosen.get("accelerator")
     if type(interval) is not int:
         raise ConfigError(
-            f"trainer.val_check_interval={interval!s:.40} is not allowed because it is not a number of steps. Use a "
-            "whole number, such as 100."
+            f"trainer.val_check_interval must be a whole number of steps, such as 100, got {interval!s:.40}"
         )
     if chosen.get("limit_train_batches") == 0:
-        raise ConfigError("trainer.limit_train_batches=0 is not allowed because nothing is trained. Leave it out.")
+        raise ConfigError("trainer.limit_train_batches must be above 0, or left out, got 0")
     if accelerator in ("mps", "tpu", "hpu", "xla"):
-        raise ConfigError(
-            f"trainer.accelerator={accelerator} is not allowed because it was never tried. Use cpu, gpu or auto."
-        )
+        raise ConfigError(f"trainer.accelerator must be cpu, gpu or auto, got {accelerator}")
 
 
 def _with_backend(strategy: Mapping[str, Any], accelerator: str | None) -> dict[str, Any]:

@@ -38,8 +38,8 @@ def take(model: LanguageModel, path: str, config: Mapping[str, Any]) -> None:
     wrong = misfits(model, checkpoint)
     if wrong:
         raise CheckpointError(
-            f"start_from={path} is not allowed because it holds the weights of another model: it differs in "
-            f"{few(_other_fields(checkpoint, config) or wrong)}, and so do parameters ({few(wrong)}). Use its values."
+            f"start_from must be a checkpoint of this model, got {path}, which differs in "
+            f"{few(_other_fields(checkpoint, config) or wrong)}, and so in parameters ({few(wrong)})"
         )
     chosen, trained = config["model"].get("geometry") or {}, _context(checkpoint)
     if chosen.get("yarn_factor", 1) > 1 and not chosen.get("yarn_original") and chosen["context"] != trained:

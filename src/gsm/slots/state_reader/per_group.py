@@ -23,18 +23,13 @@ class PerGroup(StateReader):
 
     def __init__(self, groups: int):
         if groups < 1:
-            raise ValueError(
-                f"state_reader.groups={groups} is not allowed because there must be a group. Use 1 or more"
-            )
+            raise ValueError(f"state_reader.groups must be at least 1, got {groups}")
         self.groups = groups
         self.parts = tuple(StatePart(f"group{group}") for group in range(1, groups + 1))
 
     def layer(self, shape: Shape, *, layer: int, layers: int, **common: Any) -> StateAttention:
         """Build the attention to the state of the layer's group."""
         if self.groups > layers:
-            raise ValueError(
-                f"state_reader.groups={self.groups} is not allowed because there are only {layers} decoder layers. Use "
-                f"at most {layers}"
-            )
+            raise ValueError(f"state_reader.groups must be at most {layers}, the decoder layers, got {self.groups}")
         part = self.parts[(layer - 1) * self.groups // layers].name
         return StateAttention(shape, part=part, **common)

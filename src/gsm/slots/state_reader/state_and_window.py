@@ -32,10 +32,7 @@ class StateAndWindow(StateReader):
 
     def __init__(self, window: int):
         if window < 1:
-            raise ValueError(
-                f"state_reader.window={window} is not allowed because it must be at least 1. Use state_reader=shared "
-                "for no window"
-            )
+            raise ValueError(f"state_reader.window must be at least 1, got {window}; state_reader=shared has no window")
         self.window = window
 
     def layer(self, shape: Shape, *, layer: int, layers: int, **common: Any) -> StateAttention:

@@ -75,8 +75,7 @@ class Delta(Additive):
         super().__init__(shape, state_size=state_size, **common)
         if state_size < 2:
             raise ValueError(
-                f"state_size={state_size} is not allowed with writer delta because it must be at least 2. Use writer "
-                "additive for one entry"
+                f"state_size must be at least 2 for writer=delta, got {state_size}; writer=additive can have one entry"
             )
         self.reach = state_size - 1
         self.correction = nn.ModuleDict({part.name: Correction(shape, self.reach, bias) for part in self.parts})

@@ -42,10 +42,7 @@ class MultiSlot(Additive):
         super().__init__(shape, state_size=state_size, **common)
         within(1, 1024, slots=slots)
         if state_size % slots:
-            raise ValueError(
-                f"model.writer.slots={slots} is not allowed because it must divide state_size={state_size}. Use "
-                "another model.state_size or model.writer.slots"
-            )
+            raise ValueError(f"model.writer.slots must divide state_size ({state_size}), got {slots}")
         self.slots = slots
         further = {part.name: nn.ModuleList(Entry(shape) for _ in range(slots - 1)) for part in self.parts}
         self.further = nn.ModuleDict(further)

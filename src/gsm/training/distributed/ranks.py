@@ -116,8 +116,8 @@ def compare(make: Callable[[], Mapping[str, Any]]) -> None:
             mine, first = value.get(key, "nothing"), values[0].get(key, "nothing")
             if mine != first:
                 raise ConfigError(
-                    f"{key}={mine!s:.60} on rank {number} is not allowed because rank 0 has {first!s:.60}, "
-                    "and they train one model. Use the same on all ranks."
+                    f"{key} must be the same on all ranks, got {mine!s:.60} on rank {number} and {first!s:.60} on "
+                    "rank 0"
                 )
 
 

@@ -68,7 +68,7 @@ class Sharded(ModelParallelStrategy):
         within(1, experts=experts, context=context)
         for name, value in (("gathered", gathered), ("reduced", reduced)):
             if value not in (None, *DTYPES):
-                raise ValueError(f"{name}={value} is not allowed because it is unknown. Use null, float32 or bfloat16.")
+                raise ValueError(f"{name} must be null, float32 or bfloat16, got {value}")
         super().__init__(process_group_backend=process_group_backend)
         self.policy = MixedPrecisionPolicy(
             param_dtype=gathered and DTYPES[gathered], reduce_dtype=reduced and DTYPES[reduced]
