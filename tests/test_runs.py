@@ -319,7 +319,7 @@ def test_values_come_through_the_command_line_as_they_are():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ([], r"^runs .*\[\]"),
+        ([], r"^runs.*"),
         ({"a b": {}}, "^runs: .*'a b'"),
         ({"a": 3}, r"^runs\.a .*3"),
         ({"a": {"model.stages[": 1}}, r"^runs\.a .*model\.stages\[=1"),

@@ -33,10 +33,9 @@ from gsm.experiments.entries import (
     parse_runs,
     read_arms,
     read_chosen,
-    read_columns,
-    read_seeds,
+    read_keys,
 )
-from gsm.experiments.table import RunSummary, Table, read_runs, read_trial, summarise
+from gsm.experiments.table import COLUMNS, RunSummary, Table, read_runs, read_trial, summarise
 from gsm.files import read_json, write_json
 from gsm.training import folder as training
 from gsm.training.run import open_data
@@ -163,21 +162,21 @@ class Experiment:
         chosen: the names of those to train.
         seeds: to train them with.
         columns: of the table.
+        tune: the values to try, see `gsm.experiments.tune`; empty for none.
 
     Raises:
         ConfigError: arms, seeds, runs or table cannot be used.
     """
 
     def __init__(self, config: Mapping[str, Any], given: Sequence[str] = (), flags: Sequence[str] = ()) -> None:
-        keys = {key_of(line) for line in given}
-        if {"seed", "seeds"} <= keys:
+        typed, keys = {key_of(line) for line in given}, read_keys(config)
+        if {"seed", "seeds"} <= typed:
             raise ConfigError(f"seed or seeds must be left out, got seed={config['seed']} and seeds={config['seeds']}")
         self.config, self.given, self.flags = config, given, flags
-        self.arms = read_arms(config["arms"]) if config["arms"] is not None else {str(config["arm"]): []}
-        self.chosen = read_chosen(config["arm"], self.arms) if "arm" in keys else list(self.arms)
-        one_seed = config["seeds"] is None or "seed" in keys
-        self.seeds = [config["seed"]] if one_seed else read_seeds(config["seeds"])
-        self.columns = read_columns(config["table"])
+        self.arms = read_arms(keys.arms or {str(config["arm"]): []})
+        self.chosen = read_chosen(config["arm"], self.arms) if "arm" in typed else list(self.arms)
+        seeds = [config["seed"]] if keys.seeds is None or "seed" in typed else keys.seeds
+        self.seeds, self.columns, self.tune = list(dict.fromkeys(seeds)), keys.table or list(COLUMNS), keys.tune or {}
         self._trials: dict[tuple[str, ...], Trial] = {}  # by overrides
         self._runs: dict[str, Run] = {}  # by address
         self._configs: dict[tuple[str, ...], dict[str, Any]] = {}

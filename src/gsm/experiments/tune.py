@@ -24,7 +24,7 @@ from gsm.experiments.entries import (
     key_of,
     naming,
     parse_runs,
-    read_seeds,
+    read_keys,
 )
 from gsm.experiments.runs import Experiment, Run, Trial
 from gsm.experiments.table import RunSummary
@@ -112,7 +112,7 @@ class Tuning:
     def __init__(self, experiment: Experiment) -> None:
         config = experiment.config
         self.experiment = experiment
-        self.tune = read_tune(config.get("tune"), experiment.columns, config["runs"])
+        self.tune = read_tune(experiment.tune, experiment.columns, config["runs"])
         self.searches: dict[str, Search] = {}  # by arm
         for arm, overrides in experiment.arms.items():
             fixed = {key_of(line) for line in [*overrides, *experiment.given]}
@@ -316,24 +316,23 @@ def lines(values: Values) -> tuple[str, ...]:
     return tuple(f"{key.removeprefix('/')}={quoted(value)}" for key, value in values.items())
 
 
-def read_tune(tune: Any, columns: Sequence[str], runs: Any = None) -> Tune:
-    """Return the entry ``tune`` of a configuration, checked; null has no keys to try. Raises ConfigError.
+def read_tune(tune: Mapping[str, Any], columns: Sequence[str], runs: Any = None) -> Tune:
+    """Return the entry ``tune`` of a configuration, checked; an empty one has no keys to try. Raises ConfigError.
 
     Args:
         tune: of the configuration.
         columns: of the table; without ``by``, the first with a known direction decides.
         runs: of the configuration, for the names of those that train.
     """
-    if tune is None:
+    if not tune:
         return Tune({}, {}, [])
-    if not isinstance(tune, Mapping):
-        raise ConfigError(f"tune must map keys to values to try, as {EXAMPLE}, got {tune!r}")
     entries = dict(tune)
     by, seeds, until = (entries.pop(key, usual) for key, usual in OPTIONS.items())
     trained = [entry.name for entry in parse_runs(runs) if entry.trains] if runs is not None else []
     if until is not None and until not in trained:
         raise unknown("run", str(until), trained, "the runs that train")
-    return Tune(_read_space(entries), _read_by(by, columns), read_seeds(seeds), until)
+    seeds = read_keys({"seeds": seeds}, "tune.").seeds or []
+    return Tune(_read_space(entries), _read_by(by, columns), seeds, until)
 
 
 def _read_space(entries: Mapping[str, Any]) -> dict[str, list[Any]]:
