@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from short_runs import TINY, composed
 
-from gsm.config.address import address, decisive, differences, find
-from gsm.config.address import settings as without_seed
+from gsm.config.address import address, address_of_all_seeds, decisive, differences, find
 from gsm.config.check import ConfigError, parameters
 from gsm.config.naming import name
 from gsm.paths import ROOT
@@ -81,8 +80,8 @@ def test_fsdp_trains_the_same_unless_numbers_travel_in_another_precision():
 
 
 def test_seeds_of_an_arm_have_the_same_settings():
-    assert without_seed(BASE) == without_seed(composed_with("seed=3"))
-    assert without_seed(BASE) != without_seed(composed_with("seed=3", "optimizer.weight_decay=0.5"))
+    assert address_of_all_seeds(BASE) == address_of_all_seeds(composed_with("seed=3"))
+    assert address_of_all_seeds(BASE) != address_of_all_seeds(composed_with("seed=3", "optimizer.weight_decay=0.5"))
 
 
 def test_a_key_that_older_runs_did_not_have_moves_none_of_them():
@@ -115,7 +114,7 @@ def test_what_follows_from_the_configuration_is_not_given(word: str):
 def test_the_seed_of_a_run_is_no_setting_of_its_parents(tmp_path: Path):
     config = {**BASE, "origin": {"run": "1" * 8, "settings": "2" * 8, "step": None}, "start_from": str(tmp_path)}
     other = {**config, "origin": {**config["origin"], "run": "3" * 8}}
-    assert address(config) != address(other) and without_seed(config) == without_seed(other)
+    assert address(config) != address(other) and address_of_all_seeds(config) == address_of_all_seeds(other)
     assert "start_from" not in decisive(config), "a path is no content"
 
 

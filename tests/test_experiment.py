@@ -120,7 +120,7 @@ def test_what_the_user_gives_comes_last_and_goes_to_every_run(tmp_path: Path):
     trials = composed(tmp_path, "model.state_size=11", "jobs=2", "seeds=1", "name=mine").trials()
     runs: Any = [trial.runs[""] for trial in trials]
     assert [run.config["model"]["state_size"] for run in runs] == [11, 11]
-    assert [run.folder.parent for run in runs] == [tmp_path / "logs/mine"] * 2
+    assert [run.find_folder().parent for run in runs] == [tmp_path / "logs/mine"] * 2
     assert [run.label for run in runs] == ["mhc-seed0", "plain-seed0"]
     assert (
         runs[1].arguments

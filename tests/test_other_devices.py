@@ -18,13 +18,13 @@ def test_auto_is_the_cpu_where_there_is_no_gpu_also_on_a_mac(monkeypatch: pytest
     """Lightning takes MPS for auto wherever it is available."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert trainers.settings(compose(SIZES))["accelerator"] == "cpu"
+    assert trainers.trainer_arguments(compose(SIZES))["accelerator"] == "cpu"
 
 
 @pytest.mark.parametrize("accelerator", ["mps", "tpu"])
 def test_another_accelerator_is_refused(accelerator: str):
     with pytest.raises(ConfigError, match="trainer.accelerator"):
-        trainers.settings(compose([*SIZES, f"trainer.accelerator={accelerator}"]))
+        trainers.trainer_arguments(compose([*SIZES, f"trainer.accelerator={accelerator}"]))
 
 
 @pytest.mark.parametrize("device", ["mps", "mps:0", "xpu"])

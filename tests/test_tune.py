@@ -66,15 +66,15 @@ class Pretends(InThisProcess):
     def run(self, run: Run) -> int:
         self.started.append(run.label)
         if any(part in run.label for part in self.fails):
-            run.folder.mkdir(parents=True, exist_ok=True)
-            run.log.write_text("its last words")
+            run.find_folder().mkdir(parents=True, exist_ok=True)
+            run.find_log().write_text("its last words")
             return 3
         if any(part in run.label for part in self.diverges):
             facts = {"status": "failed", "reason": "FloatingPointError: the loss is nan"}
-            write_json(run.folder / "summary.json", facts)
+            write_json(run.find_folder() / "summary.json", facts)
             return 1
         assert run.config
-        leave(dict(run.config), run.folder)
+        leave(dict(run.config), run.find_folder())
         return 0
 
 
@@ -254,9 +254,9 @@ def test_an_attempt_that_fails_otherwise_is_tried_again_by_the_same_command(
 def test_the_attempts_of_a_grid_are_listed_first_and_composed_from_their_overrides(tmp_path: Path):
     words = [*TINY, "data.path=.", f"logs={tmp_path}", "name=toy", TUNE, "seeds=1", "arm=gsm"]
     runs = expand(compose(words), words)
-    assert [run.folder.parent.name for run in runs] == ["tuning", "tuning", "tuning", "toy"]
+    assert [run.find_folder().parent.name for run in runs] == ["tuning", "tuning", "tuning", "toy"]
     for run in runs:
-        assert compose(run.arguments)["folder"] == str(run.folder)
+        assert compose(run.arguments)["folder"] == str(run.find_folder())
 
 
 def test_tuning_that_is_left_out_is_left_out_of_every_run(tmp_path: Path):

@@ -41,8 +41,8 @@ def address(config: Mapping[str, Any]) -> str:
     return hashed(decisive(config))
 
 
-def settings(config: Mapping[str, Any]) -> str:
-    """Return the same without the seed: that of all seeds of an arm."""
+def address_of_all_seeds(config: Mapping[str, Any]) -> str:
+    """Return the same without the seed: one for all seeds of an arm."""
     return hashed(of_all_seeds(config))
 
 

@@ -80,14 +80,14 @@ def train_all(experiment: Experiment) -> Table:
         SystemExit: 1 if a run has failed, 128 + the signal's number after a signal.
     """
     _refuse_ranks()
-    tuning, trials = Tuning(experiment), experiment.trials()
-    for run in in_order(trials):
-        if run.checkpoint and not run.finished():  # an evaluation, checked before anything is trained
+    tuning, untuned = Tuning(experiment), experiment.trials()  # what cannot be trained or measured is refused first
+    for run in in_order(untuned):
+        if run.checkpoint and not run.finished():
             with naming(f"run {run.label}"):
                 run.measure.require()
 
     def train_attempts(attempts: Sequence[Trial]) -> dict[str, list[str]]:
-        work = _Work(experiment, attempts, later=[trial for trial in trials if not trial.finished()])
+        work = _Work(experiment, attempts, later=[trial for trial in untuned if not trial.finished()])
         work.execute()
         return work.failed
 
@@ -154,7 +154,7 @@ class _Work:
         return "\n".join([*lines, "", f"failed: {', '.join(self.failed)}; to try again:\n  {again()}"])
 
     def _start(self, run: Run) -> Child:
-        print(f"{self._label(run)}: started, output in {path_text(run.log)}", flush=True)
+        print(f"{self._label(run)}: started, output in {path_text(run.find_log())}", flush=True)
         if self.at_once > 1:
             print(textwrap.indent(run.typed, "    "), flush=True)
         # A single run uses all idle cores.
@@ -172,8 +172,8 @@ class _Work:
             how = f"not started, as {run.after.label} has failed"
             self.failed[run.label] = [f"{run.label}: {how}"]
         else:
-            words = tail(run.log)
-            where = f"the end of {path_text(run.log)}:" if words else "it has written no log"
+            words = tail(run.find_log())
+            where = f"the end of {path_text(run.find_log())}:" if words else "it has written no log"
             self.failed[run.label] = [f"{run.label} failed; {where}", *(f"  {word}" for word in words)]
             stopped = code is not None and (code > 128 or -code in SIGNALS)
             run.fail("interrupted" if stopped else "failed", f"its process {how}")
@@ -267,7 +267,7 @@ def _conclude_evaluations(experiment: Experiment, table: Table) -> None:
         try:
             results = [
                 measure.written_in(
-                    run.folder, {"experiment": trial.config["name"], "arm": trial.arm, "seed": trial.seed}
+                    run.find_folder(), {"experiment": trial.config["name"], "arm": trial.arm, "seed": trial.seed}
                 )
                 for trial, run in pairs
             ]

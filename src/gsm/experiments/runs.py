@@ -16,7 +16,7 @@ from typing import Any
 from gsm import paths
 from gsm.checkpoint import CheckpointError
 from gsm.config import command_line
-from gsm.config.address import address, changed, find, hashed, settings
+from gsm.config.address import address, address_of_all_seeds, changed, find, hashed
 from gsm.config.check import ConfigError, flat
 from gsm.config.compose import compose, quoted, refuse_unnamed
 from gsm.config.stored import digest
@@ -37,7 +37,7 @@ from gsm.experiments.entries import (
 )
 from gsm.experiments.table import COLUMNS, RunSummary, Table, read_runs, read_trial, summarise
 from gsm.files import read_json, write_json
-from gsm.training import folder as training
+from gsm.training.folder import finished as training_finished
 from gsm.training.run import open_data
 from gsm.training.trainer import refuse_early
 
@@ -68,9 +68,8 @@ class Run:
     checkpoint: Path | None = None
     words: tuple[str, ...] = ()
 
-    @property
-    def folder(self) -> Path:
-        """With its ``summary.json``: the folder that the address finds, or a new one."""
+    def find_folder(self) -> Path:
+        """Return the folder that has its address now; without one, that which it will make."""
         return find(self.experiment, self.address) or self.experiment / f"{self.label}-{self.address}"
 
     @property
@@ -83,10 +82,9 @@ class Run:
         """The same, to paste into a shell."""
         return command_line.command(self.program, *self.arguments)
 
-    @property
-    def log(self) -> Path:
-        """The file for its output."""
-        return self.folder / f"{self.program}.log"
+    def find_log(self) -> Path:
+        """Return the file for its output."""
+        return self.find_folder() / f"{self.program}.log"
 
     @property
     def measure(self) -> Measure:
@@ -96,8 +94,8 @@ class Run:
     def finished(self) -> bool:
         """Return whether its results are there. Raises ConfigError where it has read other data than lie there now."""
         if config := self.config:
-            return training.finished(config, lambda: open_data(config).fingerprint())
-        known = read_json(self.folder / "summary.json") or {}
+            return training_finished(config, lambda: open_data(config).fingerprint())
+        known = read_json(self.find_folder() / "summary.json") or {}
         with contextlib.suppress(CheckpointError, FileNotFoundError):  # started again, it names the remedy
             return known.get("status") == "finished" and known.get("checkpoint") == digest(self.checkpoint)
         return False
@@ -106,13 +104,15 @@ class Run:
         """Write the summary of a measurement; a training writes its own. Raises OSError."""
         if self.checkpoint:
             facts = {"status": "finished", "command": list(self.words), "checkpoint": digest(self.checkpoint)}
-            write_json(self.folder / "summary.json", {**facts, "metrics": self.measure.metrics_in(self.folder)})
+            write_json(
+                self.find_folder() / "summary.json", {**facts, "metrics": self.measure.metrics_in(self.find_folder())}
+            )
 
     def fail(self, status: str, reason: str) -> None:
         """Write how it has ended, where its process could not. Raises OSError."""
-        known = read_json(self.folder / "summary.json") or {}
+        known = read_json(self.find_folder() / "summary.json") or {}
         if known.get("status") in (None, "running"):
-            write_json(self.folder / "summary.json", {**known, "status": status, "reason": reason})
+            write_json(self.find_folder() / "summary.json", {**known, "status": status, "reason": reason})
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +141,11 @@ class Trial:
 
     def line(self) -> dict[str, Any]:
         """Return it as a line of the experiment's list of trials."""
-        return {"arm": self.arm, "seed": self.seed, "runs": {name: run.folder.name for name, run in self.runs.items()}}
+        return {
+            "arm": self.arm,
+            "seed": self.seed,
+            "runs": {name: run.find_folder().name for name, run in self.runs.items()},
+        }
 
 
 def in_order(trials: Iterable[Trial]) -> list[Run]:
@@ -256,7 +260,7 @@ class Experiment:
 
     def _training(self, trial: Trial, entry: Entry, path: str | None, after: Run | None) -> Run:
         """Return a run that trains, from a checkpoint or after another run."""
-        start = path or (str(after.folder) if after else None)
+        start = path or (str(after.find_folder()) if after else None)
         words = [*_without(trial.overrides, entry.lines, start), "runs=null", *entry.lines]
         label = f"{trial.config['label']}-{entry.name}"
         words.append(f"label={quoted(label)}")
@@ -264,7 +268,7 @@ class Experiment:
             config = self._composed([*words, *([f"start_from={quoted(path)}"] if path else [])])
         if after:
             assert after.config, "`parse_runs` takes no run after one that measures"
-            begins = {"run": after.address, "settings": settings(after.config), "step": None}
+            begins = {"run": after.address, "settings": address_of_all_seeds(after.config), "step": None}
             config = changed(config, start_from=start, origin=begins)
         words += [f"start_from={quoted(start)}"] if start else []
         return self._shared(Run(*_place(config), "train", (*words, *self.flags), after, config))
@@ -275,7 +279,10 @@ class Experiment:
         digits, label = hashed([entry.lines, begins]), f"{trial.config['label']}-{entry.name}"
         if digits in self._runs:
             return self._runs[digits]
-        start, folder = path or (after.folder if after else ""), Run(place, label, digits, "evaluate").folder
+        start, folder = (
+            path or (after.find_folder() if after else ""),
+            Run(place, label, digits, "evaluate").find_folder(),
+        )
         chosen, _ = commands.choose(entry.lines)
         prefix, output = "ruler." if chosen is Ruler else "", folder if chosen.takes_folder else folder / chosen.file
         words = (*entry.lines, f"checkpoint={start}", f"{prefix}output={output}")

@@ -276,7 +276,7 @@ class Search:
 
 def _diverged(run: Run) -> bool:
     """Return whether a run has ended with a loss or a gradient that is not finite."""
-    summary = read_json(run.folder / "summary.json") or {}
+    summary = read_json(run.find_folder() / "summary.json") or {}
     return summary.get("status") == "failed" and str(summary.get("reason")).startswith(FloatingPointError.__name__)
 
 
