@@ -232,7 +232,8 @@ def test_a_signal_reaches_the_runs_and_the_same_command_goes_on(
     assert stopped.value.code == 128 + number
     assert signal.getsignal(number) is before
     assert (place(tmp_path, "plain-seed0") / "saved").read_text() == str(int(number))
-    assert "stopped; to go on:" in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert "plain-seed0: interrupted by SIGTERM" in printed and "stopped; to go on:" in printed
     assert starts(tmp_path) == {"mhc-seed0": 1, "plain-seed0": 1}, "nothing was started after the signal"
     ask(tmp_path, "plain", "waits").unlink()
     train_all(toy(tmp_path))

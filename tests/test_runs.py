@@ -25,6 +25,7 @@ from gsm.experiments.execute import train_all
 from gsm.experiments.runs import Experiment, Run, Trial
 from gsm.experiments.table import read_runs
 from gsm.files import write_json
+from gsm.training.folder import note
 from gsm.training.run import train
 
 # The second one does not learn.
@@ -87,6 +88,7 @@ def pretend(config: Mapping[str, Any]) -> None:
     names = {"arm": config["arm"], "seed": config["seed"], "model": "gsm"}
     facts = {"status": "finished", "steps": config["trainer"]["max_steps"], **names}
     write_json(place / "summary.json", facts)
+    note(config)
     trained = {"model.x": torch.tensor(float(config["trainer"]["max_steps"]))}
     store(
         place,

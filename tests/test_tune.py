@@ -202,6 +202,7 @@ def test_one_arm_alone_is_tuned_alone_and_two_runs_at_a_time_are_the_same_runs(a
     table = train_all(asked("seeds=1", "arm=high"))
     assert Pretends.started == [*FIRST[3:], "high-seed0"]
     assert [run.arm for run in table.runs] == ["high"]
+    assert table.columns == ("accuracy", "val_loss"), "without table=, of the usual columns those that the run has"
     del Pretends.started[:]
     assert {run.arm for run in train_all(asked("seeds=1", "jobs=2")).runs} == {"low", "high"}
     assert sorted(Pretends.started) == sorted([*FIRST[:3], "low-seed0"])
@@ -276,6 +277,7 @@ def test_a_key_that_is_given_is_not_tuned(asked: Callable[..., Experiment]):
     table = train_all(asked(TUNE, f"arms={{low: ['{RATE}=7e-3'], high: []}}", "seeds=1", "name=other"))
     assert Pretends.started == [*FIRST[3:], "low-seed0", "high-seed0"]
     assert table.tuned == {"high": {RATE: "0.002"}}
+    assert [line.split()[2] for line in table.text().splitlines()[1:3]] == ["0.007", "0.002"], "the rate that it has"
     assert "* high: tuned" in (made.folder.with_name("other") / "results.md").read_text()
 
 

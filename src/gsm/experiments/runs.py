@@ -35,7 +35,7 @@ from gsm.experiments.entries import (
     read_chosen,
     read_keys,
 )
-from gsm.experiments.table import COLUMNS, RunSummary, Table, read_runs, read_trial, summarise
+from gsm.experiments.table import USUAL, RunSummary, Table, measured, read_runs, read_trial, summarise
 from gsm.files import read_json, write_json
 from gsm.training.folder import finished as training_finished
 from gsm.training.run import open_data
@@ -165,7 +165,7 @@ class Experiment:
         arms: all arms by name, with their overrides.
         chosen: the names of those to train.
         seeds: to train them with.
-        columns: of the table.
+        columns: of the table; without ``table`` the usual ones, of which it has those that its runs have.
         tune: the values to try, see `gsm.experiments.tune`; empty for none.
 
     Raises:
@@ -180,7 +180,7 @@ class Experiment:
         self.arms = read_arms(keys.arms or {str(config["arm"]): []})
         self.chosen = read_chosen(config["arm"], self.arms) if "arm" in typed else list(self.arms)
         seeds = [config["seed"]] if keys.seeds is None or "seed" in typed else keys.seeds
-        self.seeds, self.columns, self.tune = list(dict.fromkeys(seeds)), keys.table or list(COLUMNS), keys.tune or {}
+        self.seeds, self.columns, self.tune = list(dict.fromkeys(seeds)), keys.table or list(USUAL), keys.tune or {}
         self._trials: dict[tuple[str, ...], Trial] = {}  # by overrides
         self._runs: dict[str, Run] = {}  # by address
         self._configs: dict[tuple[str, ...], dict[str, Any]] = {}
@@ -238,7 +238,8 @@ class Experiment:
         """Return the table of all finished runs of this configuration, of this command or another, by arms ``rows``."""
         runs = [run for run in read_runs(self.folder) if run.finished and run.arm in self.arms]
         own = [run for run in runs if self.trial(run.arm, run.seed).line()["runs"] == run.parts]
-        return summarise(own, self.columns, list(rows))
+        columns = self.columns if self.config["table"] else measured(self.columns, own) or self.columns
+        return summarise(own, columns, list(rows))
 
     def _add_runs(self, trial: Trial, pick: Callable[[list[Entry]], list[Entry]]) -> None:
         """Add every run of a trial."""

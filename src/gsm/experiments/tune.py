@@ -27,7 +27,7 @@ from gsm.experiments.entries import (
     read_keys,
 )
 from gsm.experiments.runs import Experiment, Run, Trial
-from gsm.experiments.table import RunSummary
+from gsm.experiments.table import COLUMNS, RunSummary
 from gsm.files import read_json
 from gsm.tables import filled
 
@@ -112,7 +112,7 @@ class Tuning:
     def __init__(self, experiment: Experiment) -> None:
         config = experiment.config
         self.experiment = experiment
-        self.tune = read_tune(experiment.tune, experiment.columns, config["runs"])
+        self.tune = read_tune(experiment.tune, config["table"] or COLUMNS, config["runs"])
         self.searches: dict[str, Search] = {}  # by arm
         for arm, overrides in experiment.arms.items():
             fixed = {key_of(line) for line in [*overrides, *experiment.given]}
