@@ -46,6 +46,11 @@ def address_of_all_seeds(config: Mapping[str, Any]) -> str:
     return hashed(of_all_seeds(config))
 
 
+def origin(config: Mapping[str, Any], step: int | None = None) -> dict[str, Any]:
+    """Return the origin of weights: the run with this configuration, and a step of it; None: its end."""
+    return {"run": address(config), "settings": address_of_all_seeds(config), "step": step}
+
+
 def of_all_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that decide the training of all seeds of an arm, by key."""
     return {key: value for key, value in decisive(config).items() if key.rpartition(".")[2] not in ("seed", "run")}

@@ -32,7 +32,7 @@ from gsm.experiments.compare import apart, unfinished, write
 from gsm.experiments.entries import naming
 from gsm.experiments.jobs import Child, tail, work_off
 from gsm.experiments.runs import Experiment, Run, Trial, in_order
-from gsm.experiments.table import CONTENTS, FOOTNOTE, Table, list_trial, measured, number_text, read_runs
+from gsm.experiments.table import CONTENTS, FOOTNOTE, Table, list_trial, number_text, read_runs
 from gsm.experiments.tune import Tuning
 from gsm.files import write_json
 from gsm.signals import SIGNALS
@@ -207,9 +207,7 @@ class _Work:
         if not self.done.keys() >= {*trial.runs.values()}:
             return ""
         summary = trial.summary()
-        columns = (
-            self.experiment.columns if self.experiment.config["table"] else measured(self.experiment.columns, [summary])
-        )
+        columns = self.experiment.columns_of([summary])
         return "".join(f", {column} {number_text(summary.value(column))}" for column in columns)
 
 

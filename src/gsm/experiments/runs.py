@@ -16,7 +16,7 @@ from typing import Any
 from gsm import paths
 from gsm.checkpoint import CheckpointError
 from gsm.config import command_line
-from gsm.config.address import address, address_of_all_seeds, changed, find, hashed
+from gsm.config.address import address, changed, find, hashed, origin
 from gsm.config.check import ConfigError, flat
 from gsm.config.compose import compose, quoted, refuse_unnamed
 from gsm.config.stored import digest
@@ -238,8 +238,11 @@ class Experiment:
         """Return the table of all finished runs of this configuration, of this command or another, by arms ``rows``."""
         runs = [run for run in read_runs(self.folder) if run.finished and run.arm in self.arms]
         own = [run for run in runs if self.trial(run.arm, run.seed).line()["runs"] == run.parts]
-        columns = self.columns if self.config["table"] else measured(self.columns, own) or self.columns
-        return summarise(own, columns, list(rows))
+        return summarise(own, self.columns_of(own), list(rows))
+
+    def columns_of(self, runs: Sequence[RunSummary]) -> list[str]:
+        """Return the columns of a table of these runs."""
+        return self.columns if self.config["table"] else measured(self.columns, runs) or self.columns
 
     def _add_runs(self, trial: Trial, pick: Callable[[list[Entry]], list[Entry]]) -> None:
         """Add every run of a trial."""
@@ -269,8 +272,7 @@ class Experiment:
             config = self._composed([*words, *([f"start_from={quoted(path)}"] if path else [])])
         if after:
             assert after.config, "`parse_runs` takes no run after one that measures"
-            begins = {"run": after.address, "settings": address_of_all_seeds(after.config), "step": None}
-            config = changed(config, start_from=start, origin=begins)
+            config = changed(config, start_from=start, origin=origin(after.config))
         words += [f"start_from={quoted(start)}"] if start else []
         return self._shared(Run(*_place(config), "train", (*words, *self.flags), after, config))
 

@@ -154,19 +154,14 @@ class Tuning:
                 elif cost is None:
                     words = [line for run in attempt.runs.values() for line in errors.get(run.label, [])]
                     failed[attempt.arm] = [*failed.get(attempt.arm, []), *words]
-        self.attempts()  # the best values are known now
         for search in self.chosen:
-            if search.choice and not search.choice.finite:
-                tried = listed(search.choice.tried)
-                failed[search.arm] = [f"{search.arm}: every value that was tried has diverged: {tried}"]
+            if (choice := search.choice()) and not choice.finite:
+                failed[search.arm] = [f"{search.arm}: every value that was tried has diverged: {listed(choice.tried)}"]
         return failed
 
     def settled(self) -> Experiment:
         """Return the experiment of the arms that need no values or have their best ones, as overrides. An arm that an
         earlier command has tuned is one of them."""
-        for search in self.searches.values():
-            if search in self.chosen or (self.experiment.folder / TUNING).is_dir():
-                search.missing()
         best, arms = self._best(), self.experiment.arms
         values = {arm: lines(best[arm].values) if arm in best else () for arm in arms}
         ready = [arm for arm in arms if arm in best or arm not in self.searches]
@@ -197,8 +192,8 @@ class Tuning:
             f"{arms}tuned on a part of the training data that no number above uses, by {self.tune.decides()}, {seeds}: "
             f"the best of {listed(self.space)}; '{EDGE.strip()}' marks the end of the values tried"
         )
-        choices = {arm: search.choice for arm, search in self.searches.items() if search.choice}
-        lost = [f"{arm} {', '.join(lines(values))}" for arm, choice in choices.items() for values in choice.diverged]
+        choices = self._choices().items()
+        lost = [f"{arm} {', '.join(lines(values))}" for arm, choice in choices for values in choice.diverged]
         return [how, *([f"diverged, and counted as the worst: {'; '.join(lost)}"] if lost else [])]
 
     @property
@@ -206,9 +201,14 @@ class Tuning:
         """The values that an arm tries, by key: without a key that all arms or the command line set."""
         return {key: values for search in self.searches.values() for key, values in search.space.items()}
 
+    def _choices(self) -> dict[str, Choice]:
+        """Return the best values of the chosen arms, and of those that an earlier command has tuned."""
+        earlier = (self.experiment.folder / TUNING).is_dir()
+        searches = [search for search in self.searches.values() if earlier or search in self.chosen]
+        return {search.arm: choice for search in searches if (choice := search.choice())}
+
     def _best(self) -> dict[str, Choice]:
-        choices = {arm: search.choice for arm, search in self.searches.items()}
-        return {arm: choice for arm, choice in choices.items() if choice and choice.finite}
+        return {arm: choice for arm, choice in self._choices().items() if choice.finite}
 
 
 class Search:
@@ -216,12 +216,11 @@ class Search:
 
     Attributes:
         space: the values that the arm tries, without the keys that it or the command line sets.
-        choice: the best values; None until the search has ended.
     """
 
     def __init__(self, experiment: Experiment, arm: str, tune: Tune, space: Space) -> None:
         self.experiment, self.arm, self.tune, self.space = experiment, arm, tune, space
-        self.choice: Choice | None = None
+        self._choice: Choice | None = None
         self._costs: dict[Trial, float] = {}
 
     def grid(self) -> list[Trial]:
@@ -229,11 +228,14 @@ class Search:
         return [attempt for values in combinations(self.space) for attempt in self._attempts(values)]
 
     def missing(self) -> list[Trial]:
-        """Return the attempts to train; without any, ``choice`` is known."""
-        missing = [] if self.choice else [attempt for attempt in self.grid() if self.cost(attempt) is None]
-        if not missing and not self.choice:
-            self.choice = choose(self.space, self._mean)
-        return missing
+        """Return the attempts to train."""
+        return [] if self._choice else [attempt for attempt in self.grid() if self.cost(attempt) is None]
+
+    def choice(self) -> Choice | None:
+        """Return the best values; None until all attempts have ended."""
+        if not self._choice and not self.missing():
+            self._choice = choose(self.space, self._mean)
+        return self._choice
 
     def cost(self, attempt: Trial) -> float | None:
         """Return the number that decides, lower is better; infinite if it has diverged, None if it is not finished.
