@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from gsm.config.address import CONFIG, address, settings
+from gsm.config.address import CONFIG, address, address_of_all_seeds
 from gsm.experiments.table import list_trial
 from gsm.paths import ROOT
 
@@ -25,7 +25,7 @@ def write_run(
     folder = experiment / f"{label}-{address(composed)}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(yaml.safe_dump({**composed, "folder": str(folder)}))
-    facts = {"status": "finished", "model": "gsm", "arm": arm, "seed": seed, "settings": settings(composed)}
+    facts = {"status": "finished", "model": "gsm", "arm": arm, "seed": seed, "settings": address_of_all_seeds(composed)}
     (folder / "summary.json").write_text(json.dumps({**facts, **summary}))
     return folder
 

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from short_runs import TINY, composed
 
-from gsm.config.address import address, decisive, differences, find
-from gsm.config.address import settings as without_seed
+from gsm.config.address import address, address_of_all_seeds, decisive, differences, find
 from gsm.config.check import ConfigError, parameters
 from gsm.config.naming import name
 from gsm.paths import ROOT
@@ -81,8 +80,8 @@ def test_fsdp_trains_the_same_unless_numbers_travel_in_another_precision():
 
 
 def test_seeds_of_an_arm_have_the_same_settings():
-    assert without_seed(BASE) == without_seed(composed_with("seed=3"))
-    assert without_seed(BASE) != without_seed(composed_with("seed=3", "optimizer.weight_decay=0.5"))
+    assert address_of_all_seeds(BASE) == address_of_all_seeds(composed_with("seed=3"))
+    assert address_of_all_seeds(BASE) != address_of_all_seeds(composed_with("seed=3", "optimizer.weight_decay=0.5"))
 
 
 def test_a_key_that_older_runs_did_not_have_moves_none_of_them():
@@ -115,7 +114,7 @@ def test_what_follows_from_the_configuration_is_not_given(word: str):
 def test_the_seed_of_a_run_is_no_setting_of_its_parents(tmp_path: Path):
     config = {**BASE, "origin": {"run": "1" * 8, "settings": "2" * 8, "step": None}, "start_from": str(tmp_path)}
     other = {**config, "origin": {**config["origin"], "run": "3" * 8}}
-    assert address(config) != address(other) and without_seed(config) == without_seed(other)
+    assert address(config) != address(other) and address_of_all_seeds(config) == address_of_all_seeds(other)
     assert "start_from" not in decisive(config), "a path is no content"
 
 
@@ -131,6 +130,10 @@ def test_a_default_name_has_the_model_and_what_changes_training():
     ]
     assert name("gsm", words, rule) == "gsm-writer_gated-optimizer.learning_rate_3e-3"
     assert name("gsm", ["model=gsm", "+callbacks.stop={_target_: a.B}"], rule) == "gsm-callbacks.stop_target_a.b"
+    continued = ["start_from=/logs/default/gsm-seed0", "start_fresh=false", "trainer.max_steps=9"]
+    assert name("gsm", continued, rule) == "gsm-continues_gsm-seed0-trainer.max_steps_9"
+    step = "start_from=logs/x/gsm-seed0/checkpoints/step_00000002"
+    assert name("gsm", [step], rule) == "gsm-start_from_gsm-seed0-step_00000002"
     assert len(name("gsm", [f"model.very_long_key_{n}={n}" for n in range(20)], rule)) <= 80
 
 

@@ -16,10 +16,13 @@ from test_experiment import TOY, composed
 
 from gsm import plots
 from gsm.config import command_line
+from gsm.config.address import noted
+from gsm.config.check import ConfigError
 from gsm.experiments import rows
 from gsm.experiments.compare import compare
 from gsm.plots import png
 from gsm.training.callbacks.metrics_file import read_metrics
+from gsm.training.folder import held
 
 ACCURACY = {"paper": (0.9, 0.8, 1.0), "control": (0.1, 0.2, 0.3)}
 
@@ -89,7 +92,7 @@ def test_the_arm_to_compare_with_can_be_chosen(experiment: Path):
 
 def test_runs_that_are_not_finished_are_named_and_do_not_count(experiment: Path, capsys: pytest.CaptureFixture[str]):
     write_run(experiment, "paper", 3, 0.0, status="failed", steps=4, reason="FloatingPointError: the loss is nan")
-    write_run(experiment, "paper", 4, 0.0, status="running", steps=2)
+    killed = write_run(experiment, "paper", 4, 0.0, status="running", steps=2)
     (write_run(experiment, "control", 3, 0.0) / "summary.json").unlink()
     table = compare(str(experiment))
     assert [row.runs for row in table.rows] == [3, 3]
@@ -97,7 +100,11 @@ def test_runs_that_are_not_finished_are_named_and_do_not_count(experiment: Path,
         found = dict(re.findall(r"not finished: \S*/(\S+)-[0-9a-f]{8}, (.*)", said))
         assert found.keys() == {"paper-seed3", "paper-seed4", "control-seed3"}
         assert found["paper-seed3"] == "failed at step 4: FloatingPointError: the loss is nan"
-        assert "at step 10" in found["paper-seed4"], "as its curves say, not as when it began"
+        assert found["paper-seed4"] == "unfinished at step 10", "as its curves say, not as when it began"
+
+    with held(noted(killed)):
+        compare(str(experiment))
+    assert f"{killed.name}, running at step 10" in capsys.readouterr().out
 
 
 def test_arms_of_one_name_in_two_experiments_are_told_apart(tmp_path: Path, experiment: Path):
@@ -196,6 +203,8 @@ def test_runs_of_an_arm_with_other_settings_have_a_line_of_their_own(tmp_path: P
     odd = f"paper ({f'{part}: ' if part else ''}optimizer.learning_rate=0.05)"
     assert [(row.arm, row.runs) for row in table.rows] == [("paper", 2), (odd, 1), ("control", 3)]
     assert table.tuned["paper"] and (part or not table.tuned[odd]), "it was set by hand"
+    with pytest.raises(ConfigError, match=r"^publish .*optimizer\.learning_rate=0\.05"):
+        compare(str(tmp_path), publish=str(tmp_path))
     for name in ("comparison.md", "comparison.html", "comparison.csv"):
         assert odd in (tmp_path / name).read_text()
 

@@ -62,7 +62,7 @@ def test_yamls_and_runs_may_lie_in_a_folder_of_any_name(name: str, tmp_path: Pat
     monkeypatch.setenv("GSM_CONFIGS", str(home))
     given = ["experiment=mine", "size=mine", f"logs={quoted(home / 'logs')}", "table=[val_loss]"]
     (trial,) = Experiment(compose(given), given).trials()
-    folders = [run.folder for run in trial.runs.values()]
+    folders = [run.find_folder() for run in trial.runs.values()]
     assert {folder.parent for folder in folders} == {home / "logs/mine-size_mine"}
     assert [folder.name[:-9] for folder in folders] == ["größer-seed0-a", "größer-seed0-b"]
 

@@ -22,11 +22,11 @@ def test_each_run_stands_once_with_its_arm_seed_and_folder_and_nothing_is_writte
     runs = expand(compose(words), words)
     names = ["one-seed0-train", "one-seed0-extend", "one-seed0-loss", "two-seed0-extend", "two-seed0-loss"]
     assert [run.label for run in runs[:5]] == names and len(runs) == 10
-    assert f"start_from={runs[0].folder}" in runs[3].arguments
+    assert f"start_from={runs[0].find_folder()}" in runs[3].arguments
     assert not list(tmp_path.iterdir())
 
 
 def test_a_single_run_is_a_list_of_one(tmp_path: Path):
     words = given(tmp_path)
     (run,) = expand(compose(words), words)
-    assert run.folder == Path(compose(words)["folder"])
+    assert run.find_folder() == Path(compose(words)["folder"])

@@ -48,7 +48,7 @@ def test_what_torchrun_has_started_counts(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv(name, value)
     for name in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
         monkeypatch.setenv(name, "0")
-    chosen = trainers.settings(config("trainer=ddp"))
+    chosen = trainers.trainer_arguments(config("trainer=ddp"))
     assert chosen["devices"] * chosen["num_nodes"] == 16
 
 

@@ -33,7 +33,9 @@ def test_no_run_outlives_a_parent_that_was_killed(tmp_path: Path):
     trains = "import gsm.signals as c, os, pathlib, sys, time; c.leave_with_parent(); "
     trains += "pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"
     waits = "import gsm.experiments.jobs as c, pathlib, sys\nclass Run: typed, after, config = '', None, None\n"
-    waits += "run = Run(); run.log = pathlib.Path(sys.argv[1]).parent / 'log'; run.finished = lambda: False\n"
+    waits += (
+        "run = Run(); run.find_log = lambda: pathlib.Path(sys.argv[1]).parent / 'log'; run.finished = lambda: False\n"
+    )
     waits += f"run.command = (sys.executable, '-c', {trains!r}, sys.argv[1]); c.work_off([run], 1, c.Child, print)"
     ready = tmp_path / "ready"
     parent = subprocess.Popen([sys.executable, "-c", waits, str(ready)])
@@ -67,13 +69,13 @@ def test_a_run_waits_for_the_run_before_it_and_is_not_started_where_that_has_fai
     runs = [second, first, broken, lost, made("later", "", lost)]
     assert work_off(runs, 2, Child, lambda run, code, child: ends.append((run.label, code))) is None
     assert ends == [("broken", 3), ("lost", None), ("later", None), ("first", 0), ("second", 0)]
-    assert not lost.folder.exists()
+    assert not lost.find_folder().exists()
 
 
 def test_a_run_gets_what_its_parent_has_composed(tmp_path: Path):
     """It composed again, perhaps hours later, when somebody had edited a yaml for the next experiment."""
     config = {"seed": 3, "rate": 1e-05, "by_step": {10: None}, "words": ["1e-05", "${it}", "null"]}
-    code = "import gsm.config.handed as c; first = c.handed_on(); print([first, c.handed_on()])"
+    code = "import gsm.config.handed as c; first = c.take_over(); print([first, c.take_over()])"
     child = Child(Command(tmp_path, "mine", "0", "train", (sys.executable, "-c", code), config=config))
     until(lambda: child.poll() is not None)
     assert child.log.read_text().splitlines()[-1] == str([config, None])

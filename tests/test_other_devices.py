@@ -18,7 +18,7 @@ def test_auto_is_the_cpu_where_there_is_no_gpu_also_on_a_mac(monkeypatch: pytest
     """Lightning takes MPS for auto wherever it is available."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert trainers.settings(compose(SIZES))["accelerator"] == "cpu"
+    assert trainers.trainer_arguments(compose(SIZES))["accelerator"] == "cpu"
 
 
 @pytest.mark.parametrize("device", ["mps", "mps:0", "xpu"])

@@ -61,7 +61,7 @@ def build(config: dict[str, Any], part: str) -> object:
     if part == "callbacks":
         return [instantiate(node, f"callbacks.{name}") for name, node in config["callbacks"].items() if node]
     if part == "trainer":
-        return instantiate(trainers.settings(config), "trainer")
+        return instantiate(trainers.trainer_arguments(config), "trainer")
     if not isinstance(config[part], dict):
         return config[part]
     return instantiate(config[part], part)

@@ -203,7 +203,7 @@ def test_the_page_says_what_is_missing(experiment: Path):
     text = Page(experiment / "comparison.html").text
     assert "6 of 8 runs finished" in text
     assert re.search("paper-seed3-[0-9a-f]{8} failed at step 4: FloatingPointError: the loss is nan", text)
-    assert re.search("paper-seed4-[0-9a-f]{8} running, or killed, at step 10", text)
+    assert re.search("paper-seed4-[0-9a-f]{8} unfinished at step 10", text)
     assert "These runs were not started by one command" in text
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from gsm.experiments.execute import train_all
 from gsm.experiments.runs import Experiment, Run, Trial
 from gsm.experiments.table import read_runs
 from gsm.files import write_json
+from gsm.training.folder import note
 from gsm.training.run import train
 
 # The second one does not learn.
@@ -67,8 +68,8 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     class Pretends(InThisProcess):
         def run(self, run: Run) -> int:
             if f"fails {run.label}" in names:
-                run.folder.mkdir(parents=True, exist_ok=True)
-                run.log.write_text("its last words")
+                run.find_folder().mkdir(parents=True, exist_ok=True)
+                run.find_log().write_text("its last words")
                 return 3
             names.append(run.label)
             if run.config:
@@ -77,19 +78,20 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 loss = {"part": "text", "sequence": 0, "quantity": "loss", "value": 4.0, "weight": 2}
                 asked = {"split": "validation", "documents": "", "context": 32, "sequences": 1, "of": 1, "data": {}}
                 lines = {"settings": {"questions": asked}}, loss
-                run.folder.mkdir(parents=True, exist_ok=True)
-                (run.folder / "evaluation.jsonl").write_text("\n".join([*map(json.dumps, lines), "", ""]))
+                run.find_folder().mkdir(parents=True, exist_ok=True)
+                (run.find_folder() / "evaluation.jsonl").write_text("\n".join([*map(json.dumps, lines), "", ""]))
             return 0
 
     monkeypatch.setattr(experiments, "Child", Pretends)
     return names
 
 
-def pretend(config: dict[str, Any]) -> None:
+def pretend(config: Mapping[str, Any]) -> None:
     place = Path(config["folder"])
     names = {"arm": config["arm"], "seed": config["seed"], "model": "gsm"}
     facts = {"status": "finished", "steps": config["trainer"]["max_steps"], **names}
     write_json(place / "summary.json", facts)
+    note(config)
     trained = {"model.x": torch.tensor(float(config["trainer"]["max_steps"]))}
     store(
         place,
@@ -135,13 +137,13 @@ def test_each_run_starts_from_the_weights_of_the_one_before(
     made = asked(THREE, "table=[loss/loss, runs.train.steps]")
     table = train_all(made)
     runs, facts = only(made).runs, summary(made)
-    first, second = (read_checkpoint(runs[name].folder) for name in ("train", "extend"))
+    first, second = (read_checkpoint(runs[name].find_folder()) for name in ("train", "extend"))
     torch.testing.assert_close(second["state_dict"], first["state_dict"], rtol=0, atol=0)
     assert second["global_step"] == 1 and second["hyper_parameters"]["config"]["data"]["context"] == 64
     assert facts["loss/loss"] == pytest.approx(facts["val_loss"], abs=1e-4), "the weights of the last training run"
     assert facts["runs"]["train"]["steps"] == 2 and facts["steps"] == 1 and facts["status"] == "finished"
     assert table.runs[0].value("runs.train.steps") == 2
-    assert checkpoints.checkpoints(str(made.folder)) == [newest(runs["extend"].folder)]
+    assert checkpoints.checkpoints(str(made.folder)) == [newest(runs["extend"].find_folder())]
     assert only(made).finished()
 
 
@@ -161,7 +163,7 @@ def test_a_branch_of_a_stable_run_is_the_run_of_its_length_bit_for_bit(
     for name, steps in (("short", 12), ("long", 20)):
         train_all(asked(*wsd, f"trainer.max_steps={steps}", f"name={name}", "seeds=1"))
         straight = only(asked(*wsd, f"trainer.max_steps={steps}", f"name={name}", "seeds=1")).runs[""]
-        alone, branch = (read(checkpoint_folder(run.folder)) for run in (straight, only(made).runs[name]))
+        alone, branch = (read(checkpoint_folder(run.find_folder())) for run in (straight, only(made).runs[name]))
         torch.testing.assert_close(branch["state_dict"], alone["state_dict"], rtol=0, atol=0)
         moments, expected = (content["optimizer_states"][0]["state"] for content in (branch, alone))
         torch.testing.assert_close(moments, expected, rtol=0, atol=0)
@@ -295,7 +297,7 @@ def test_a_value_of_one_run_can_be_given_on_the_command_line(asked: Callable[...
 def test_a_run_can_be_left_out_or_be_a_checkpoint_that_is_there(asked: Callable[..., Experiment], done: list[str]):
     """In place of the main training, or of all of it, where only measuring is left."""
     train_all(asked("runs={train: null}", "name=first"))
-    first = only(asked("runs={train: null}", "name=first")).runs["train"].folder
+    first = only(asked("runs={train: null}", "name=first")).runs["train"].find_folder()
     runs: Any = only(asked(THREE, f"runs.train={first}", "~runs.loss")).runs
     assert list(runs) == ["extend"] and runs["extend"].after is None
     assert runs["extend"].config["start_from"] == str(first)
@@ -322,7 +324,7 @@ def test_values_come_through_the_command_line_as_they_are():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ([], r"^runs .*\[\]"),
+        ([], r"^runs.*"),
         ({"a b": {}}, "^runs: .*'a b'"),
         ({"a": 3}, r"^runs\.a .*3"),
         ({"a": {"model.stages[": 1}}, r"^runs\.a .*model\.stages\[=1"),

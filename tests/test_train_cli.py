@@ -307,6 +307,14 @@ def test_variants_stand_side_by_side(tmp_path: Path, processes: Any):
         assert "model/writer" in (path.parents[1] / "config.yaml").read_text()
 
 
+def test_a_plan_prints_commands_alone_and_says_apart_what_they_are(tmp_path: Path, processes: Any):
+    words = [*arguments(tmp_path), *QUICK, "tune={optimizer.learning_rate: [1e-3, 2e-3]}"]
+    done = typed(processes, tmp_path, "train.py", *words, "plan=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [" arms=null seeds=null tune=null " in line for line in done.stdout.splitlines()] == [True] * 3
+    assert "3 of 3 runs" in done.stderr and not (tmp_path / "logs").exists()
+
+
 def test_a_run_of_an_experiment_trains_what_its_parent_has_composed(tmp_path: Path, processes: Any):
     """Its words may say something else by then: it composes nothing."""
     words = [*arguments(tmp_path), *QUICK]

@@ -58,7 +58,7 @@ def trained(arm: str = "gsm", *overrides: str) -> tuple[LanguageModel, Synthetic
         if not run.finished():
             print(f"Training {run.label} for {run.config['trainer']['max_steps']} steps, once:", flush=True)
             train(run.config)  # waits where another notebook trains it
-    return load(runs[-1].folder)
+    return load(runs[-1].find_folder())
 
 
 def load(folder: str | Path) -> tuple[LanguageModel, SyntheticData]:

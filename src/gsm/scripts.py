@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from gsm import paths, threads
 from gsm.config import command_line
-from gsm.config.handed import handed_on
+from gsm.config.handed import take_over
 from gsm.experiments import SEVERAL
 from gsm.signals import leave_with_parent
 
@@ -41,7 +41,7 @@ def train() -> None:
 
     leave_with_parent()
     command_line.prepare()
-    if composed := handed_on():
+    if composed := take_over():
         from gsm.training import run as training
 
         threads.settle()

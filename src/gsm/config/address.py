@@ -41,9 +41,14 @@ def address(config: Mapping[str, Any]) -> str:
     return hashed(decisive(config))
 
 
-def settings(config: Mapping[str, Any]) -> str:
-    """Return the same without the seed: that of all seeds of an arm."""
+def address_of_all_seeds(config: Mapping[str, Any]) -> str:
+    """Return the same without the seed: one for all seeds of an arm."""
     return hashed(of_all_seeds(config))
+
+
+def origin(config: Mapping[str, Any], step: int | None = None) -> dict[str, Any]:
+    """Return the origin of weights: the run with this configuration, and a step of it; None: its end."""
+    return {"run": address(config), "settings": address_of_all_seeds(config), "step": step}
 
 
 def of_all_seeds(config: Mapping[str, Any]) -> dict[str, Any]:

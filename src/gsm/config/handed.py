@@ -19,7 +19,8 @@ def hand_on(config: Mapping[str, Any]) -> dict[str, str]:
     return {COMPOSED: OmegaConf.to_yaml(OmegaConf.create(dict(config)))}
 
 
-def handed_on() -> dict[str, Any] | None:
-    """Return the configuration that this process got, at the first call; None if it has to compose its own."""
+def take_over() -> dict[str, Any] | None:
+    """Return the configuration that this process got, and take it out of the environment: no process that this one
+    starts is to get it. None if there is none, or not any more: the process composes its own."""
     text = os.environ.pop(COMPOSED, None)
     return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(text))) if text else None

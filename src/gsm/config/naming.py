@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 LONGEST = 80  # letters
@@ -15,6 +16,8 @@ LONGEST = 80  # letters
 
 def name(first: str, overrides: Iterable[str], address: Mapping[str, Any]) -> str:
     """Return ``first`` with the overrides that change training, in a fixed order: those of the model first.
+
+    Of a path the last word enters; ``start_from=logs/default/gsm-seed0 start_fresh=false`` is ``continues_gsm-seed0``.
 
     Args:
         first: the model, or the experiment.
@@ -27,6 +30,11 @@ def name(first: str, overrides: Iterable[str], address: Mapping[str, Any]) -> st
     values = {key: value for key, _, value in pairs}
     kept = {key: value for key, value in values.items() if not f"{key}.".startswith(tuple(f"{one}." for one in silent))}
     kept.pop("trainer", None)  # where it trains
+    for key in kept.keys() & {"start_from", *address["paths"]}:
+        kept[key] = Path(kept[key].strip("'\"").replace("/checkpoints/", "-")).name
+    if "start_from" in kept and kept.get("start_fresh") == "false":
+        kept["continues"] = kept.pop("start_from")
+        del kept["start_fresh"]
     if kept.get("model") == first:
         del kept["model"]
     words = [label(key, kept[key]) for key in sorted(kept, key=lambda key: (not key.startswith("model"), key))]

@@ -113,10 +113,9 @@ def origin(path: str) -> tuple[str, dict[str, Any]]:
         return str(place), {"weights": str(digest(step))[:16]}
     end = is_finished(run) and checkpoint.newest(run) == step
     try:
-        names = {"run": address.address(config), "settings": address.settings(config)}
+        return str(place), address.origin(config, None if end else facts["global_step"])
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"address in {step / checkpoint.CONFIG} must be that of a run, got {error!r}") from error
-    return str(place), {**names, "step": None if end else facts["global_step"]}
 
 
 def digest(path: str | os.PathLike[str] | None) -> str | None:

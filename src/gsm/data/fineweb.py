@@ -67,7 +67,7 @@ class FineWeb(Corpus):
         repository: a data set on the hub, `owner/name`.
         subset: its configuration.
         revision: its commit, tag or branch; None: its newest.
-        settings: the other arguments of `Corpus`.
+        others: the other arguments of `Corpus`.
 
     Raises:
         FileNotFoundError: there is nothing at `root`.
@@ -83,10 +83,10 @@ class FineWeb(Corpus):
         repository: str = "HuggingFaceFW/fineweb",
         subset: str | None = "sample-10BT",
         revision: str | None = None,
-        **settings: Any,
+        **others: Any,
     ) -> None:
         self.repository, self.subset, self.revision, self.remote = repository, subset, revision, root is None
-        super().__init__(os.curdir if root is None else root, name="fineweb", suffixes=(".parquet",), **settings)
+        super().__init__(os.curdir if root is None else root, name="fineweb", suffixes=(".parquet",), **others)
 
     def _by_default(self, names: list[str]) -> dict[str, list[str]]:
         if len(names) == 1:

@@ -185,5 +185,5 @@ def _encode(corpus: Corpus, split: str, tokenizer: Tokenizer, path: Path, limit:
 
 
 def _key(corpus: Corpus, *parts: str | int) -> str:
-    settings = [FORMAT, corpus.digest, *parts]
-    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:20]
+    decides = [FORMAT, corpus.digest, *parts]
+    return hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:20]

@@ -16,24 +16,26 @@ from gsm.config.command_line import listed, path_text
 from gsm.experiments import rows
 from gsm.experiments.page import Picture, Report
 from gsm.experiments.table import (
-    COLUMNS,
     CONTENTS,
     FOOTNOTE,
+    USUAL,
     RunSummary,
     Table,
+    measured,
     read_contents,
     read_otherwise,
     read_runs,
     settings,
     summarise,
+    told_apart,
 )
 from gsm.files import damage, write_whole
 from gsm.training.callbacks.metrics_file import read_metrics
+from gsm.training.folder import is_held
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-USUAL = ("accuracy", *COLUMNS)
 AXES = {"step": "optimizer step", "tokens": "tokens trained on"}
 ByArm = Mapping[str, Sequence[RunSummary]]
 Curves = dict[str, list[dict[float, float]]]  # arm -> for each of its runs, values by step or by tokens
@@ -96,6 +98,9 @@ def compare(
     place = Path(output or (places[0] if len(places) == 1 else os.path.commonpath(places)))
     print("\n".join(write(table, place, places, notes=notes, metric=metric, axis=axis, x=x, y=y)))
     for folder in places if publish else []:
+        known = read_runs(folder)
+        if several := {run.arm for run in told_apart(known)} - {run.arm for run in known}:
+            raise ConfigError(f"publish must be of arms with the same values in all seeds, got {', '.join(several)}")
         print(rows.publish(folder, Path(publish), table.columns))
     return table
 
@@ -343,8 +348,7 @@ def _tuned(runs: Sequence[RunSummary]) -> dict[str, dict[str, str]]:
 def _columns(folders: Sequence[Path], runs: Sequence[RunSummary]) -> list[str]:
     """Return the columns of the experiments' own tables, else the usual ones; only those that a run has."""
     own = dict.fromkeys(column for folder in folders for column in read_contents(folder).get("table", ()))
-    known = [column for column in own or USUAL if _numbers(runs, column)]
-    return known or [column for column in USUAL if _numbers(runs, column)] or ["steps"]
+    return measured(list(own or USUAL), runs) or measured(USUAL, runs) or ["steps"]
 
 
 def _state(run: RunSummary) -> str:
@@ -354,7 +358,8 @@ def _state(run: RunSummary) -> str:
     status, steps, reason = (run.summary.get(key) for key in ("status", "steps", "reason"))
     if status is None:
         return "without a summary.json: it has ended before training began, or waits"
-    how = "running, or killed," if status == "running" else str(status)
+    place = run.folder.with_name(run.parts.get(str(run.summary.get("run")), run.folder.name))
+    how = "unfinished" if status == "running" and not is_held(place) else str(status)
     if run.summary.get("run"):
         return f"{how} in its run {run.summary['run']}{f': {reason}' if reason else ''}"
     if status == "running":  # a summary is written only when a run begins and when it ends, curves in between

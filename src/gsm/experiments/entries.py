@@ -1,30 +1,41 @@
-"""The entries ``arms``, ``seeds``, ``runs`` and ``table`` of a configuration, read and checked."""
+"""The keys of a configuration that make an experiment of it, read and checked."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from gsm import paths
 from gsm.config.check import ConfigError, flat, unknown
 from gsm.config.compose import WORDS, quoted
 from gsm.evaluation import commands
 from gsm.experiments import SEVERAL
-from gsm.experiments.table import COLUMNS
 
 # Keys of the parent; a run gets its own.
 OWN = {*SEVERAL, "name", "arm", "seed", "jobs", "table", "plan"}
 NOT_FOR_ARMS = {*OWN, "logs", "folder", "label", "experiment"}
 NOT_FOR_RUNS = {*NOT_FOR_ARMS, "runs", "start_from"}
-AFTER, EVALUATE = "after", "evaluate"  # keys of a run that are no overrides
 RESERVED = ("checkpoint", "output")  # arguments of evaluate.py that the experiment sets
 NAME = re.compile(r"[A-Za-z_][\w.+-]*")
+
+
+@dataclass
+class Keys:
+    """The keys of an experiment, in their types; null where the configuration has none."""
+
+    arms: dict[str, list[str] | None] | None = None  # null leaves out an arm of the experiment that it builds on
+    seeds: list[int] | None = None
+    runs: dict[str, Any] | None = None
+    tune: dict[str, Any] | None = None
+    table: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,35 +54,46 @@ class Entry:
         return not (self.measures or self.checkpoint)
 
 
-def read_arms(arms: Any) -> dict[str, list[str]]:
-    """Return the arms of a configuration. An arm that is null is left out: so an experiment drops an arm of the
-    experiment that it builds on. Raises ConfigError."""
-    if not isinstance(arms, Mapping) or not arms:
-        raise ConfigError(f"arms must map names to overrides, as {{plain: [model/residual=plain]}}, got {arms!r}")
-    arms = {name: overrides for name, overrides in arms.items() if overrides is not None}
-    for name, overrides in arms.items():
-        _check_name("arms", str(name))
-        if not isinstance(overrides, list) or not all(isinstance(line, str) for line in overrides):
-            raise ConfigError(f"arms.{name} must be a list of overrides, as [model=baseline], got {overrides!r}")
+def read_keys(config: Mapping[str, Any], above: str = "") -> Keys:
+    """Return the keys of an experiment, as OmegaConf converts them; seeds may be 3 for the first three.
+
+    Raises ConfigError.
+    """
+    keys = OmegaConf.structured(Keys)
+    for name, hint in ((one.name, one.type) for one in fields(Keys) if config.get(one.name) is not None):
+        value = list(range(config[name])) if name == "seeds" and type(config[name]) is int else config[name]
+        try:
+            keys = OmegaConf.merge(keys, {name: value})
+        except OmegaConfBaseException as error:
+            reason = f"{str(error).splitlines()[0]}; {name} must be {hint}"
+            raise ConfigError(f"{above}{error.full_key or name}: {reason}") from error
+        if not value:
+            raise ConfigError(f"{above}{name} must have an entry, got {config[name]!r}")
+    return Keys(**cast(dict[str, Any], OmegaConf.to_container(keys)))
+
+
+def read_arms(arms: Mapping[str, list[str] | None]) -> dict[str, list[str]]:
+    """Return the arms of an experiment, without those that are null. Raises ConfigError."""
+    kept = {name: overrides for name, overrides in arms.items() if overrides is not None}
+    for name, overrides in kept.items():
+        _check_name("arms", name)
         check_overrides(f"arms.{name}", overrides, NOT_FOR_ARMS)
-    return {str(name): list(overrides) for name, overrides in arms.items()}
+    return kept
 
 
 def parse_runs(runs: Any) -> list[Entry]:
     """Return the runs of a configuration, in its order. Raises ConfigError."""
-    if not isinstance(runs, Mapping) or not runs:
-        raise ConfigError(f"runs must map names to overrides, as {{train: {{trainer.max_steps: 9}}}}, got {runs!r}")
     entries: dict[str, Entry] = {}
-    for name, value in runs.items():
-        entry = _parse_entry(str(name), value)
-        before = entries.get(entry.after) if entry.after is not None else None
+    for name, value in (read_keys({"runs": runs}).runs or {}).items():
+        entry = _parse_entry(name, value)
+        before = entries.get(entry.after or "")
         if entry.after is not None and before is None:
             raise ConfigError(f"runs.{name}.after must be a run before it ({', '.join(entries)}), got {entry.after}")
         if before and before.measures:
             raise ConfigError(f"runs.{name}.after must be a run that trains, got {entry.after}, which measures")
         if entry.measures and entry.after is None:
             raise ConfigError(f"runs.{name}.evaluate needs runs.{name}.after, the run to measure")
-        entries[entry.name] = entry
+        entries[name] = entry
     if all(entry.checkpoint for entry in entries.values()):
         raise ConfigError(f"runs must have one that trains or measures, got the checkpoints {', '.join(entries)}")
     return list(entries.values())
@@ -84,18 +106,15 @@ def _parse_entry(name: str, value: Any) -> Entry:
     if not isinstance(value, Mapping | None):
         raise ConfigError(f"runs.{name} must map keys to values, or be the path of a checkpoint, got {value!r}")
     keys = dict(value or {})
-    after = keys.pop(AFTER, None)
-    after = after if after is None else str(after)
-    if EVALUATE not in keys:
+    after = None if (first := keys.pop("after", None)) is None else str(first)
+    if "evaluate" not in keys:
         lines = [_line(name, key, value) for key, value in flat_entries(f"runs.{name}", keys).items()]
         check_overrides(f"runs.{name}", lines, NOT_FOR_RUNS)
         return Entry(name, after, tuple(lines))
-    if len(keys) > 1:
-        raise ConfigError(f"runs.{name}.evaluate must be the only key beside after, got {', '.join(keys)}")
-    arguments = keys[EVALUATE] or {}
-    if not isinstance(arguments, Mapping):
-        raise ConfigError(f"runs.{name}.evaluate must map arguments of evaluate.py to values, got {arguments!r}")
-    lines = commands.words(flat_entries(f"runs.{name}.evaluate", arguments))
+    arguments = keys.pop("evaluate")
+    if keys or not isinstance(arguments, Mapping | None):
+        raise ConfigError(f"runs.{name}.evaluate must map arguments of evaluate.py to values, alone, got {value}")
+    lines = commands.words(flat_entries(f"runs.{name}.evaluate", arguments or {}))
     for word in commands.choose(lines)[1]:
         if word.partition("=")[0] in RESERVED:
             raise ConfigError(f"runs.{name}.evaluate must leave {' and '.join(RESERVED)} out, got {word}")
@@ -134,24 +153,6 @@ def read_chosen(wanted: Any, arms: Mapping[str, list[str]]) -> list[str]:
         if name not in arms:
             raise unknown("arm", name, arms, "the experiment")
     return list(dict.fromkeys(names))
-
-
-def read_seeds(seeds: Any) -> list[int]:
-    """Return seeds, from a list, or from 3 for the first three. Raises ConfigError."""
-    if isinstance(seeds, int) and not isinstance(seeds, bool) and seeds > 0:
-        return list(range(seeds))
-    if not isinstance(seeds, list) or not seeds or any(type(seed) is not int or seed < 0 for seed in seeds):
-        raise ConfigError(f"seeds must be [0,1,2], or 3 for the first three, got {seeds!r}")
-    return list(dict.fromkeys(seeds))
-
-
-def read_columns(table: Any) -> list[str]:
-    """Return the keys that the table shows. Raises ConfigError."""
-    if table is None:
-        return list(COLUMNS)
-    if not isinstance(table, list) or not table or not all(isinstance(column, str) for column in table):
-        raise ConfigError(f"table must be a list of keys of summary.json, as [bits_per_byte], got {table!r}")
-    return table
 
 
 def _check_name(where: str, name: str) -> None:

@@ -12,8 +12,10 @@ docs/experiments.md has the entries of a configuration.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +25,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 
 from gsm import threads
+from gsm.config.address import TUNING
 from gsm.config.check import ConfigError
 from gsm.config.command_line import again, path_text
 from gsm.experiments.compare import apart, unfinished, write
@@ -35,6 +38,7 @@ from gsm.files import write_json
 from gsm.signals import SIGNALS
 from gsm.tables import filled
 from gsm.training.callbacks.progress import clock
+from gsm.training.folder import is_held
 
 
 def run(config: Mapping[str, Any]) -> None:
@@ -64,12 +68,18 @@ def expand(config: Mapping[str, Any], given: Sequence[str] = (), flags: Sequence
 def print_plan(config: Mapping[str, Any]) -> None:
     """Print the command of each run that is not finished, in the order in which they can start, and write nothing.
 
-    Raises ConfigError.
+    A sentence on them goes to the standard error. Raises ConfigError.
     """
     runs = expand(config, list(HydraConfig.get().overrides.task), _flags())
-    for run in runs:
-        if not run.finished():
-            print(run.typed)
+    waiting = [run for run in runs if not run.finished()]
+    for run in waiting:
+        print(run.typed)
+    sentences = [f"{len(waiting)} of {len(runs)} runs are not finished"]
+    if training := [run.label for run in waiting if is_held(run.find_folder())]:
+        sentences.append(f"a process trains {', '.join(training)} now")
+    if any(run.experiment.name == TUNING for run in waiting):
+        sentences.append("arms have their own values until they are tuned: ask again after the runs in tuning/")
+    print(filled(sentences), file=sys.stderr)
 
 
 def train_all(experiment: Experiment) -> Table:
@@ -80,14 +90,14 @@ def train_all(experiment: Experiment) -> Table:
         SystemExit: 1 if a run has failed, 128 + the signal's number after a signal.
     """
     _refuse_ranks()
-    tuning, trials = Tuning(experiment), experiment.trials()
-    for run in in_order(trials):
-        if run.checkpoint and not run.finished():  # an evaluation, checked before anything is trained
+    tuning, untuned = Tuning(experiment), experiment.trials()  # what cannot be trained or measured is refused first
+    for run in in_order(untuned):
+        if run.checkpoint and not run.finished():
             with naming(f"run {run.label}"):
                 run.measure.require()
 
     def train_attempts(attempts: Sequence[Trial]) -> dict[str, list[str]]:
-        work = _Work(experiment, attempts, later=[trial for trial in trials if not trial.finished()])
+        work = _Work(experiment, attempts, later=[trial for trial in untuned if not trial.finished()])
         work.execute()
         return work.failed
 
@@ -154,7 +164,7 @@ class _Work:
         return "\n".join([*lines, "", f"failed: {', '.join(self.failed)}; to try again:\n  {again()}"])
 
     def _start(self, run: Run) -> Child:
-        print(f"{self._label(run)}: started, output in {path_text(run.log)}", flush=True)
+        print(f"{self._label(run)}: started, output in {path_text(run.find_log())}", flush=True)
         if self.at_once > 1:
             print(textwrap.indent(run.typed, "    "), flush=True)
         # A single run uses all idle cores.
@@ -163,7 +173,7 @@ class _Work:
 
     def _ended(self, run: Run, code: int | None, child: Child | None = None) -> None:
         """Print how a run has ended, note it, and remember a failure."""
-        how, numbers = _how(code), ""
+        how, numbers, stopped = _how(code), "", _signal(code) in SIGNALS
         self.left.pop(run, None)
         if code == 0:
             self.done[run] = None
@@ -172,11 +182,10 @@ class _Work:
             how = f"not started, as {run.after.label} has failed"
             self.failed[run.label] = [f"{run.label}: {how}"]
         else:
-            words = tail(run.log)
-            where = f"the end of {path_text(run.log)}:" if words else "it has written no log"
+            words = tail(run.find_log())
+            where = f"the end of {path_text(run.find_log())}:" if words else "it has written no log"
             self.failed[run.label] = [f"{run.label} failed; {where}", *(f"  {word}" for word in words)]
-            stopped = code is not None and (code > 128 or -code in SIGNALS)
-            run.fail("interrupted" if stopped else "failed", f"its process {how}")
+            run.fail("interrupted" if stopped else "failed", how if stopped else f"its process {how}")
         after = f" after {clock(child.seconds())}" if child else ""
         if child and run.config and code == 0:
             self.seconds.append(child.seconds())
@@ -198,14 +207,25 @@ class _Work:
         if not self.done.keys() >= {*trial.runs.values()}:
             return ""
         summary = trial.summary()
-        return "".join(f", {column} {number_text(summary.value(column))}" for column in self.experiment.columns)
+        columns = self.experiment.columns_of([summary])
+        return "".join(f", {column} {number_text(summary.value(column))}" for column in columns)
 
 
 def _how(code: int | None) -> str:
     """Return the end of a run in words."""
     if code is None:
         return "has not come to its end"
-    return f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}" if code else "finished"
+    if ended := _signal(code):
+        return f"{'interrupted' if ended in SIGNALS else 'ended'} by {ended.name}"
+    return f"ended with exit code {code}" if code else "finished"
+
+
+def _signal(code: int | None) -> signal.Signals | None:
+    """Return the signal that has ended a process, at once or by way of its exit code."""
+    if code is not None:
+        with contextlib.suppress(ValueError):
+            return signal.Signals(-code if code < 0 else code - 128)
+    return None
 
 
 def _flags() -> list[str]:
@@ -266,7 +286,9 @@ def _conclude_evaluations(experiment: Experiment, table: Table) -> None:
         measure = pairs[0][1].measure
         try:
             runs = [
-                measure.read(run.folder, {"experiment": trial.config["name"], "arm": trial.arm, "seed": trial.seed})
+                measure.read(
+                    run.find_folder(), {"experiment": trial.config["name"], "arm": trial.arm, "seed": trial.seed}
+                )
                 for trial, run in pairs
             ]
             measure.conclude(runs, experiment.folder / name)

@@ -36,10 +36,10 @@ class Child:
     """
 
     def __init__(self, run: Run, environment: Mapping[str, str] | None = None, follow: bool = False) -> None:
-        run.log.parent.mkdir(parents=True, exist_ok=True)
-        self.log, self.follow, self.since = run.log, follow, time.monotonic()
+        self.log, self.follow, self.since = run.find_log(), follow, time.monotonic()
         self._signals = 0
-        with run.log.open("ab") as file:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as file:
             self._shown = file.tell()
             composed = hand_on(run.config) if run.config else {}
             file.write(f"$ {run.typed}\n".encode())

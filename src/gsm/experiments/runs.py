@@ -16,7 +16,7 @@ from typing import Any
 from gsm import paths
 from gsm.checkpoint import CheckpointError
 from gsm.config import command_line
-from gsm.config.address import address, changed, find, hashed, settings
+from gsm.config.address import address, changed, find, hashed, origin
 from gsm.config.check import ConfigError, flat
 from gsm.config.compose import compose, quoted, refuse_unnamed
 from gsm.config.stored import digest
@@ -33,12 +33,11 @@ from gsm.experiments.entries import (
     parse_runs,
     read_arms,
     read_chosen,
-    read_columns,
-    read_seeds,
+    read_keys,
 )
-from gsm.experiments.table import RunSummary, Table, read_runs, read_trial, summarise
+from gsm.experiments.table import USUAL, RunSummary, Table, measured, read_runs, read_trial, summarise
 from gsm.files import read_json, write_json
-from gsm.training import folder as training
+from gsm.training.folder import finished as training_finished
 from gsm.training.run import open_data
 from gsm.training.trainer import refuse_early
 
@@ -69,9 +68,8 @@ class Run:
     checkpoint: Path | None = None
     words: tuple[str, ...] = ()
 
-    @property
-    def folder(self) -> Path:
-        """With its ``summary.json``: the folder that the address finds, or a new one."""
+    def find_folder(self) -> Path:
+        """Return the folder that has its address now; without one, that which it will make."""
         return find(self.experiment, self.address) or self.experiment / f"{self.label}-{self.address}"
 
     @property
@@ -84,10 +82,9 @@ class Run:
         """The same, to paste into a shell."""
         return command_line.command(self.program, *self.arguments)
 
-    @property
-    def log(self) -> Path:
-        """The file for its output."""
-        return self.folder / f"{self.program}.log"
+    def find_log(self) -> Path:
+        """Return the file for its output."""
+        return self.find_folder() / f"{self.program}.log"
 
     @property
     def measure(self) -> Measure:
@@ -97,8 +94,8 @@ class Run:
     def finished(self) -> bool:
         """Return whether its results are there. Raises ConfigError where it has read other data than lie there now."""
         if config := self.config:
-            return training.finished(config, lambda: open_data(config).fingerprint())
-        known = read_json(self.folder / "summary.json") or {}
+            return training_finished(config, lambda: open_data(config).fingerprint())
+        known = read_json(self.find_folder() / "summary.json") or {}
         with contextlib.suppress(CheckpointError, FileNotFoundError):  # started again, it names the remedy
             return known.get("status") == "finished" and known.get("checkpoint") == digest(self.checkpoint)
         return False
@@ -107,16 +104,14 @@ class Run:
         """Write the summary of a measurement; a training writes its own. Raises OSError."""
         if self.checkpoint:
             facts = {"status": "finished", "command": list(self.words), "checkpoint": digest(self.checkpoint)}
-            measure = self.measure
-            write_json(
-                self.folder / "summary.json", {**facts, "metrics": measure.metrics(measure.read(self.folder, {}))}
-            )
+            measure, folder = self.measure, self.find_folder()
+            write_json(folder / "summary.json", {**facts, "metrics": measure.metrics(measure.read(folder, {}))})
 
     def fail(self, status: str, reason: str) -> None:
         """Write how it has ended, where its process could not. Raises OSError."""
-        known = read_json(self.folder / "summary.json") or {}
+        known = read_json(self.find_folder() / "summary.json") or {}
         if known.get("status") in (None, "running"):
-            write_json(self.folder / "summary.json", {**known, "status": status, "reason": reason})
+            write_json(self.find_folder() / "summary.json", {**known, "status": status, "reason": reason})
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +140,11 @@ class Trial:
 
     def line(self) -> dict[str, Any]:
         """Return it as a line of the experiment's list of trials."""
-        return {"arm": self.arm, "seed": self.seed, "runs": {name: run.folder.name for name, run in self.runs.items()}}
+        return {
+            "arm": self.arm,
+            "seed": self.seed,
+            "runs": {name: run.find_folder().name for name, run in self.runs.items()},
+        }
 
 
 def in_order(trials: Iterable[Trial]) -> list[Run]:
@@ -165,22 +164,22 @@ class Experiment:
         arms: all arms by name, with their overrides.
         chosen: the names of those to train.
         seeds: to train them with.
-        columns: of the table.
+        columns: of the table; without ``table`` the usual ones, of which it has those that its runs have.
+        tune: the values to try, see `gsm.experiments.tune`; empty for none.
 
     Raises:
         ConfigError: arms, seeds, runs or table cannot be used.
     """
 
     def __init__(self, config: Mapping[str, Any], given: Sequence[str] = (), flags: Sequence[str] = ()) -> None:
-        keys = {key_of(line) for line in given}
-        if {"seed", "seeds"} <= keys:
+        typed, keys = {key_of(line) for line in given}, read_keys(config)
+        if {"seed", "seeds"} <= typed:
             raise ConfigError(f"seed or seeds must be left out, got seed={config['seed']} and seeds={config['seeds']}")
         self.config, self.given, self.flags = config, given, flags
-        self.arms = read_arms(config["arms"]) if config["arms"] is not None else {str(config["arm"]): []}
-        self.chosen = read_chosen(config["arm"], self.arms) if "arm" in keys else list(self.arms)
-        one_seed = config["seeds"] is None or "seed" in keys
-        self.seeds = [config["seed"]] if one_seed else read_seeds(config["seeds"])
-        self.columns = read_columns(config["table"])
+        self.arms = read_arms(keys.arms or {str(config["arm"]): []})
+        self.chosen = read_chosen(config["arm"], self.arms) if "arm" in typed else list(self.arms)
+        seeds = [config["seed"]] if keys.seeds is None or "seed" in typed else keys.seeds
+        self.seeds, self.columns, self.tune = list(dict.fromkeys(seeds)), keys.table or list(USUAL), keys.tune or {}
         self._trials: dict[tuple[str, ...], Trial] = {}  # by overrides
         self._runs: dict[str, Run] = {}  # by address
         self._configs: dict[tuple[str, ...], dict[str, Any]] = {}
@@ -238,7 +237,11 @@ class Experiment:
         """Return the table of all finished runs of this configuration, of this command or another, by arms ``rows``."""
         runs = [run for run in read_runs(self.folder) if run.finished and run.arm in self.arms]
         own = [run for run in runs if self.trial(run.arm, run.seed).line()["runs"] == run.parts]
-        return summarise(own, self.columns, list(rows))
+        return summarise(own, self.columns_of(own), list(rows))
+
+    def columns_of(self, runs: Sequence[RunSummary]) -> list[str]:
+        """Return the columns of a table of these runs."""
+        return self.columns if self.config["table"] else measured(self.columns, runs) or self.columns
 
     def _add_runs(self, trial: Trial, pick: Callable[[list[Entry]], list[Entry]]) -> None:
         """Add every run of a trial."""
@@ -260,7 +263,7 @@ class Experiment:
 
     def _training(self, trial: Trial, entry: Entry, path: str | None, after: Run | None) -> Run:
         """Return a run that trains, from a checkpoint or after another run."""
-        start = path or (str(after.folder) if after else None)
+        start = path or (str(after.find_folder()) if after else None)
         words = [*_without(trial.overrides, entry.lines, start), "runs=null", *entry.lines]
         label = f"{trial.config['label']}-{entry.name}"
         words.append(f"label={quoted(label)}")
@@ -268,8 +271,7 @@ class Experiment:
             config = self._composed([*words, *([f"start_from={quoted(path)}"] if path else [])])
         if after:
             assert after.config, "`parse_runs` takes no run after one that measures"
-            begins = {"run": after.address, "settings": settings(after.config), "step": None}
-            config = changed(config, start_from=start, origin=begins)
+            config = changed(config, start_from=start, origin=origin(after.config))
         words += [f"start_from={quoted(start)}"] if start else []
         return self._shared(Run(*_place(config), "train", (*words, *self.flags), after, config))
 
@@ -279,7 +281,10 @@ class Experiment:
         digits, label = hashed([entry.lines, begins]), f"{trial.config['label']}-{entry.name}"
         if digits in self._runs:
             return self._runs[digits]
-        start, folder = path or (after.folder if after else ""), Run(place, label, digits, "evaluate").folder
+        start, folder = (
+            path or (after.find_folder() if after else ""),
+            Run(place, label, digits, "evaluate").find_folder(),
+        )
         chosen, _ = commands.choose(entry.lines)
         prefix = "ruler." if chosen is Ruler else ""
         words = (*entry.lines, f"checkpoint={start}", f"{prefix}output={folder}")

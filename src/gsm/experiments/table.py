@@ -25,6 +25,7 @@ from gsm.tables import WIDTH, Grid, grid_csv, grid_markdown, grid_text, number_t
 TRIALS = "trials.jsonl"  # the trials of an experiment, one in a line: arm, seed, and the folders of its runs by name
 CONTENTS = "experiment.json"  # the arms of an experiment in their order, and the columns of its table
 COLUMNS = ("bits_per_byte", "val_loss")
+USUAL = ("accuracy", *COLUMNS)  # of an experiment without table=: those that its runs have
 PROPERTIES = ("parameters", "learning_rate", "cache_bytes", "state_bytes")  # no seed of an arm changes them
 FOOTNOTE = (
     "mean +- sample standard deviation over the seeds; of differences, mean and 95 % interval (paired Student's t) "
@@ -235,7 +236,16 @@ class Table:
 
     def _values(self, arm: str) -> list[str]:
         """Return the values that an arm was tuned to, in the order of `_keys`."""
-        return [self.tuned.get(arm, {}).get(key, "-") for key in self._keys]
+        return [self.tuned.get(arm, {}).get(key) or self._own_value(arm, key) for key in self._keys]
+
+    def _own_value(self, arm: str, key: str) -> str:
+        """Return the value of a key with which an arm trains untuned; "-" where its runs have none, or several."""
+        found: set[str] = set()
+        for run in self.runs:
+            if run.arm == arm:
+                values = {**settings(run), **mapping(run.summary.get("choices"))}
+                found |= {str(value) for name, value in values.items() if name.rpartition(": ")[2] == key}
+        return found.pop() if len(found) == 1 else "-"
 
     def empty_columns(self) -> list[str]:
         """Return the columns without a value in any run, if there are runs."""
@@ -310,6 +320,12 @@ def read_contents(folder: str | os.PathLike[str]) -> dict[str, Any]:
     Empty where its runs were started one by one.
     """
     return read_json(Path(folder) / CONTENTS) or {}
+
+
+def measured(columns: Sequence[str], runs: Iterable[RunSummary]) -> list[str]:
+    """Return the columns that a run has a number for."""
+    runs = list(runs)
+    return [column for column in columns if any(run.value(column) is not None for run in runs)]
 
 
 def with_tasks(runs: Iterable[RunSummary]) -> list[RunSummary]:

@@ -24,10 +24,10 @@ from gsm.experiments.entries import (
     key_of,
     naming,
     parse_runs,
-    read_seeds,
+    read_keys,
 )
 from gsm.experiments.runs import Experiment, Run, Trial
-from gsm.experiments.table import RunSummary
+from gsm.experiments.table import COLUMNS, RunSummary
 from gsm.files import read_json
 from gsm.tables import filled
 
@@ -112,7 +112,7 @@ class Tuning:
     def __init__(self, experiment: Experiment) -> None:
         config = experiment.config
         self.experiment = experiment
-        self.tune = read_tune(config.get("tune"), experiment.columns, config["runs"])
+        self.tune = read_tune(experiment.tune, config["table"] or COLUMNS, config["runs"])
         self.searches: dict[str, Search] = {}  # by arm
         for arm, overrides in experiment.arms.items():
             fixed = {key_of(line) for line in [*overrides, *experiment.given]}
@@ -154,19 +154,14 @@ class Tuning:
                 elif cost is None:
                     words = [line for run in attempt.runs.values() for line in errors.get(run.label, [])]
                     failed[attempt.arm] = [*failed.get(attempt.arm, []), *words]
-        self.attempts()  # the best values are known now
         for search in self.chosen:
-            if search.choice and not search.choice.finite:
-                tried = listed(search.choice.tried)
-                failed[search.arm] = [f"{search.arm}: every value that was tried has diverged: {tried}"]
+            if (choice := search.choice()) and not choice.finite:
+                failed[search.arm] = [f"{search.arm}: every value that was tried has diverged: {listed(choice.tried)}"]
         return failed
 
     def settled(self) -> Experiment:
         """Return the experiment of the arms that need no values or have their best ones, as overrides. An arm that an
         earlier command has tuned is one of them."""
-        for search in self.searches.values():
-            if search in self.chosen or (self.experiment.folder / TUNING).is_dir():
-                search.missing()
         best, arms = self._best(), self.experiment.arms
         values = {arm: lines(best[arm].values) if arm in best else () for arm in arms}
         ready = [arm for arm in arms if arm in best or arm not in self.searches]
@@ -197,8 +192,8 @@ class Tuning:
             f"{arms}tuned on a part of the training data that no number above uses, by {self.tune.decides()}, {seeds}: "
             f"the best of {listed(self.space)}; '{EDGE.strip()}' marks the end of the values tried"
         )
-        choices = {arm: search.choice for arm, search in self.searches.items() if search.choice}
-        lost = [f"{arm} {', '.join(lines(values))}" for arm, choice in choices.items() for values in choice.diverged]
+        choices = self._choices().items()
+        lost = [f"{arm} {', '.join(lines(values))}" for arm, choice in choices for values in choice.diverged]
         return [how, *([f"diverged, and counted as the worst: {'; '.join(lost)}"] if lost else [])]
 
     @property
@@ -206,9 +201,14 @@ class Tuning:
         """The values that an arm tries, by key: without a key that all arms or the command line set."""
         return {key: values for search in self.searches.values() for key, values in search.space.items()}
 
+    def _choices(self) -> dict[str, Choice]:
+        """Return the best values of the chosen arms, and of those that an earlier command has tuned."""
+        earlier = (self.experiment.folder / TUNING).is_dir()
+        searches = [search for search in self.searches.values() if earlier or search in self.chosen]
+        return {search.arm: choice for search in searches if (choice := search.choice())}
+
     def _best(self) -> dict[str, Choice]:
-        choices = {arm: search.choice for arm, search in self.searches.items()}
-        return {arm: choice for arm, choice in choices.items() if choice and choice.finite}
+        return {arm: choice for arm, choice in self._choices().items() if choice.finite}
 
 
 class Search:
@@ -216,12 +216,11 @@ class Search:
 
     Attributes:
         space: the values that the arm tries, without the keys that it or the command line sets.
-        choice: the best values; None until the search has ended.
     """
 
     def __init__(self, experiment: Experiment, arm: str, tune: Tune, space: Space) -> None:
         self.experiment, self.arm, self.tune, self.space = experiment, arm, tune, space
-        self.choice: Choice | None = None
+        self._choice: Choice | None = None
         self._costs: dict[Trial, float] = {}
 
     def grid(self) -> list[Trial]:
@@ -229,11 +228,14 @@ class Search:
         return [attempt for values in combinations(self.space) for attempt in self._attempts(values)]
 
     def missing(self) -> list[Trial]:
-        """Return the attempts to train; without any, ``choice`` is known."""
-        missing = [] if self.choice else [attempt for attempt in self.grid() if self.cost(attempt) is None]
-        if not missing and not self.choice:
-            self.choice = choose(self.space, self._mean)
-        return missing
+        """Return the attempts to train."""
+        return [] if self._choice else [attempt for attempt in self.grid() if self.cost(attempt) is None]
+
+    def choice(self) -> Choice | None:
+        """Return the best values; None until all attempts have ended."""
+        if not self._choice and not self.missing():
+            self._choice = choose(self.space, self._mean)
+        return self._choice
 
     def cost(self, attempt: Trial) -> float | None:
         """Return the number that decides, lower is better; infinite if it has diverged, None if it is not finished.
@@ -276,7 +278,7 @@ class Search:
 
 def _diverged(run: Run) -> bool:
     """Return whether a run has ended with a loss or a gradient that is not finite."""
-    summary = read_json(run.folder / "summary.json") or {}
+    summary = read_json(run.find_folder() / "summary.json") or {}
     return summary.get("status") == "failed" and str(summary.get("reason")).startswith(FloatingPointError.__name__)
 
 
@@ -316,24 +318,23 @@ def lines(values: Values) -> tuple[str, ...]:
     return tuple(f"{key.removeprefix('/')}={quoted(value)}" for key, value in values.items())
 
 
-def read_tune(tune: Any, columns: Sequence[str], runs: Any = None) -> Tune:
-    """Return the entry ``tune`` of a configuration, checked; null has no keys to try. Raises ConfigError.
+def read_tune(tune: Mapping[str, Any], columns: Sequence[str], runs: Any = None) -> Tune:
+    """Return the entry ``tune`` of a configuration, checked; an empty one has no keys to try. Raises ConfigError.
 
     Args:
         tune: of the configuration.
         columns: of the table; without ``by``, the first with a known direction decides.
         runs: of the configuration, for the names of those that train.
     """
-    if tune is None:
+    if not tune:
         return Tune({}, {}, [])
-    if not isinstance(tune, Mapping):
-        raise ConfigError(f"tune must map keys to values to try, as {EXAMPLE}, got {tune!r}")
     entries = dict(tune)
     by, seeds, until = (entries.pop(key, usual) for key, usual in OPTIONS.items())
     trained = [entry.name for entry in parse_runs(runs) if entry.trains] if runs is not None else []
     if until is not None and until not in trained:
         raise unknown("run", str(until), trained, "the runs that train")
-    return Tune(_read_space(entries), _read_by(by, columns), read_seeds(seeds), until)
+    seeds = read_keys({"seeds": seeds}, "tune.").seeds or []
+    return Tune(_read_space(entries), _read_by(by, columns), seeds, until)
 
 
 def _read_space(entries: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -70,13 +70,13 @@ def export(checkpoint: str, to: str, weights: str = "float32") -> Path:
     saved = read_checkpoint(file)
     dtype = getattr(torch, weights)
     content = weights_alone(saved, dtype)
-    settings = content.pop("hyper_parameters")["config"]
+    run_config = content.pop("hyper_parameters")["config"]
     tokenizer = tokenizer_of(saved, file) if saved.get("tokenizer") else None
-    model = exported_model(settings, dtype, tokenizer)
+    model = exported_model(run_config, dtype, tokenizer)
     load_sound_weights(model.model, content, file)
     state = tokenizer.to_state() if tokenizer else {}
     described = {key: content[key] for key in content if key not in ("state_dict", "tokenizer")}
-    rest = {key: value for key, value in settings.items() if key != "model"}
+    rest = {key: value for key, value in run_config.items() if key != "model"}
     tokenizer_state = {key: value for key, value in state.items() if key != "json"} or None
     model.config.run = {**described, "config": rest, "tokenizer": tokenizer_state}
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def export(checkpoint: str, to: str, weights: str = "float32") -> Path:
         of_transformers(tokenizer).save_pretrained(folder)
         if state["json"]:  # the original text, so that the same tokenizer is read again
             (folder / TOKENIZER).write_text(state["json"], encoding="utf-8")
-    (folder / "README.md").write_text(card(settings, file, folder), encoding="utf-8")
+    (folder / "README.md").write_text(card(run_config, file, folder), encoding="utf-8")
     print(f"Written to {path_text(folder)}: {', '.join(sorted(path.name for path in folder.iterdir()))}", flush=True)
     return folder
 
@@ -101,11 +101,11 @@ def weights_alone(saved: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any
     }
 
 
-def exported_model(settings: Mapping[str, Any], dtype: torch.dtype, tokenizer: Tokenizer | None) -> GSMForCausalLM:
+def exported_model(run_config: Mapping[str, Any], dtype: torch.dtype, tokenizer: Tokenizer | None) -> GSMForCausalLM:
     """Return the model of a checkpoint's configuration, with fresh weights of this data type."""
     end = tokenizer.end_of_text if tokenizer else None
     ids = {"eos_token_id": end, "pad_token_id": end}
-    config = GSMConfig.of(settings["model"], settings.get("size", {}).get("context"), **ids, dtype=dtype)
+    config = GSMConfig.of(run_config["model"], run_config.get("size", {}).get("context"), **ids, dtype=dtype)
     model = GSMForCausalLM(config).eval()
     model.model.to(dtype)
     model.generation_config = GenerationConfig(**ids, bos_token_id=end)  # first token without a prompt
@@ -133,13 +133,13 @@ def _bytes() -> tokenizers.Tokenizer:
     return rust
 
 
-def card(settings: Mapping[str, Any], file: Path, folder: Path) -> str:
+def card(run_config: Mapping[str, Any], file: Path, folder: Path) -> str:
     """Return the model card: a description, the run's numbers, and an example of its use."""
     facts = read_json(home(file) / "summary.json") or {}
-    choices = settings.get("choices", {})
+    choices = run_config.get("choices", {})
     rows = [[name, f"{facts[key]:,}" if isinstance(facts[key], int) else f"{facts[key]}"]
             for key, name in NUMBERS.items() if facts.get(key) is not None]  # fmt: skip
-    run = f"{settings.get('name')}/{settings.get('arm')}, seed {settings.get('seed')}"
+    run = f"{run_config.get('name')}/{run_config.get('arm')}, seed {run_config.get('seed')}"
     data = choices.get("data") or "unknown"
     numbers = grid_markdown([["run", ""], *rows]) if rows else "The run's summary is missing."
     chosen = ", ".join(

@@ -155,8 +155,8 @@ class GSMForCausalLM(PreTrainedModel, GenerationMixin):
         others: dict[str, Any],
     ) -> None:
         """Raise ValueError for arguments of forward of another type, or that these models do not support."""
-        settings = {name: getattr(self.config, name, None) for name in ("output_attentions", "output_hidden_states")}
-        for name, value in {**settings, **{name: value for name, value in others.items() if value is not None}}.items():
+        wanted = {name: getattr(self.config, name, None) for name in ("output_attentions", "output_hidden_states")}
+        for name, value in {**wanted, **{name: value for name, value in others.items() if value is not None}}.items():
             if value is not None and value is not False:
                 reason = UNSUPPORTED.get(name, "forward has no such argument")
                 raise ValueError(f"{name} must be left out: {reason}")

@@ -49,6 +49,19 @@ def held(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
                     path.rmdir()
 
 
+def is_held(folder: Path) -> bool:
+    """Return whether a process holds the run in a folder now. Without file locks it may be one that was killed."""
+    file = folder.parent / ".locks" / folder.name.rpartition("-")[2]
+    try:
+        with file.open() as owner:
+            fcntl.flock(owner, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:  # it is locked, or the file system has no locks
+        return True
+    return False
+
+
 def _locked(file: Path, folder: Path) -> TextIO:
     """Return the file of an address, open and locked. Raises ConfigError where it cannot be made, or where the disk has
     no locks and another process has it."""

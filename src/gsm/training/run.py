@@ -22,9 +22,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from gsm.analysis import overlap
-from gsm.config.address import address, decisive, settings
+from gsm.config.address import address, address_of_all_seeds, decisive
 from gsm.config.command_line import again, path_text
-from gsm.config.handed import hand_on, handed_on
+from gsm.config.handed import hand_on, take_over
 from gsm.config.load import instantiate, instantiate_data, instantiate_model, load_weights, refusals
 from gsm.config.stored import digest, read_checkpoint
 from gsm.data.base import DataModule, require_data_module
@@ -83,7 +83,7 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
         SystemExit: a signal has interrupted the run; the code is 128 + the signal's number.
     """
     quiet()
-    config = handed_on() or config
+    config = take_over() or config
     leads = ranks.rank() == 0
     if leads:  # Lightning may have read another number from a RANK that is left in the environment
         rank_zero_only.rank = 0  # pyright: ignore[reportFunctionMemberAccess]
@@ -177,7 +177,7 @@ def assemble(
         "arm": str(config["arm"]),
         "seed": config["seed"],
         "address": address(config),
-        "settings": settings(config),
+        "settings": address_of_all_seeds(config),
         "start_from": path,
         "model": config["choices"]["model"],
         "size": config["choices"]["size"],

@@ -57,7 +57,7 @@ def build(config: Mapping[str, Any], summary: Summary) -> lightning.Trainer:
     Raises ConfigError for values that Lightning refuses, for a step that cannot be divided among the devices, for
     blocks that would be compiled on a CPU, and for a Hopper GPU whose kernels cannot be built.
     """
-    chosen = settings(config)
+    chosen = trainer_arguments(config)
     parts = [instantiate(node, f"callbacks.{name}") for name, node in config["callbacks"].items() if node]
     parts += [Interruption(), summary, ResumeState()]
     # Else Lightning adds a checkpoint callback of its own.
@@ -191,7 +191,7 @@ def meet(config: Mapping[str, Any]) -> None:
     Lightning does so when training begins, and then finds it done. Ranks that it starts itself come later: one process
     prepares everything before there are others.
     """
-    chosen = settings(config)
+    chosen = trainer_arguments(config)
     environment, strategy = _environment(chosen), chosen.get("strategy")
     if environment is None or environment.world_size() == 1 or torch.distributed.is_initialized():
         return
@@ -260,7 +260,7 @@ def refuse_shared_experts(parts: Sequence[Experts], ranks: int, world: int) -> N
         )
 
 
-def settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def trainer_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of the Trainer. Raises ConfigError for an argument that a run does not take."""
     chosen = dict(config["trainer"])
     context, strategy = chosen.pop("context", None), chosen.get("strategy")
