@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from short_runs import BY_MODEL, TINY, below, called, composed, count_calls, lines, no_death, run_here, sent
+from short_runs import BY_MODEL, TINY, below, called, composed, count_calls, logged, no_death, run_here, sent
 from small import mostly_nightly
 from test_experiment import until
 from test_jobs import running
@@ -92,13 +92,13 @@ def assert_same_end(folder: Path, other: Path, tolerance: float = 1e-3) -> None:
     assert checkpoint["global_step"] == expected["global_step"] == 12
     for name, value in expected["state_dict"].items():
         assert (checkpoint["state_dict"][name] - value).abs().max() < 1e-9, name
-    for first, second in zip(lines(folder), lines(other), strict=True):
-        (*start, value), (*wanted, number) = first.split(","), second.split(",")
-        assert start == wanted
+    curves, wanted = logged(folder), logged(other)
+    assert curves.keys() == wanted.keys()
+    for name, values in curves.items():
         # Every other metric is a mean of the ranks' means, without the weights of their targets. It differs little if a
         # rank has whole sequences, and more if one rank has the middle of a sequence and another rank has the ends.
-        near = 1e-5 if first.split(",")[1].rpartition("/")[2] in EXACT else tolerance
-        assert number == "value" or float(value) == pytest.approx(float(number), rel=near), first
+        near = 1e-5 if name.rpartition("/")[2] in EXACT else tolerance
+        assert values == pytest.approx(wanted[name], rel=near), name
 
 
 CHANGES = mostly_nightly(

@@ -31,7 +31,6 @@ from gsm.evaluation.generate import generate
 from gsm.training import run as fit
 from gsm.training.callbacks.checkpoints import Latest
 from gsm.training.callbacks.interruption import Interrupted
-from gsm.training.callbacks.metrics_file import MetricsFile
 from gsm.training.folder import Begin, begin, compared_with_last, finished, held, note
 from gsm.training.resume import STATE
 
@@ -277,16 +276,6 @@ def test_the_farewell_names_only_checkpoints_of_this_run(tmp_path: Path, saved: 
     latest.saved = saved
     run: Any = SimpleNamespace(trainer=SimpleNamespace(global_step=9, max_steps=30, callbacks=[latest]))
     assert words in fit._farewell(run)
-
-
-def test_lines_that_are_garbled_are_dropped(tmp_path: Path):
-    """A disk that had lost power left zeros in the middle, and the run could not go on: int() refused them."""
-    file = MetricsFile(tmp_path / "metrics.csv")
-    file.path.write_bytes(
-        b"step,name,value\n1,train/loss,1\n\0\0\0\n\xff,x,1\n2,train/loss,0.5\n2,val/loss\n3,a,1\n1,val/lo"
-    )
-    file.rewind(2)
-    assert file.path.read_text() == "step,name,value\n1,train/loss,1\n2,train/loss,0.5\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

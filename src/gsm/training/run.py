@@ -73,7 +73,7 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
 
     The run lies in ``config["folder"]``, which its address has found: a finished one is left as it is, an unfinished
     one goes on. In the folder are ``config.yaml``, ``checkpoints/`` with the last step and the best one, TensorBoard's
-    events, ``metrics.csv`` and ``summary.json``.
+    events, ``metrics.jsonl`` and ``summary.json``.
 
     Raises:
         ConfigError: a part refuses its values, the data or weights of the run in the folder have changed, or the
@@ -198,7 +198,7 @@ def assemble(
 
 
 def _announce(parts: Parts, start: Begin) -> None:
-    """Take the loggers back to the step of the start, note the configuration, and print the run."""
+    """Note the configuration, and print the run."""
     config, sentences = parts.config, []
     if start.own:
         sentences.append(f"Going on with the unfinished run in {path_text(config['folder'])}, step {start.step}.")
@@ -210,9 +210,6 @@ def _announce(parts: Parts, start: Begin) -> None:
         sentences.append("Its data start over, since they cannot go on where they were (see gsm.data.base).")
     if not start.own:
         sentences.append(compared_with_last(config))
-    for logger in parts.trainer.loggers if start.checkpoint else ():
-        if callable(rewind := getattr(logger, "rewind", None)):
-            rewind(start.step)
     note(config)
     sentence = " ".join(filter(None, sentences))
     print(report.header(config, parts.summary.facts, parts.trainer, parts.data, sentence), flush=True)
