@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import json
 import os
 import re
 import shutil
@@ -19,10 +20,11 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from short_runs import BY_MODEL, TINY, below, called, composed, count_calls, logged, no_death, run_here, sent
+from short_runs import BY_MODEL, TINY, at_call, below, called, composed, count_calls, logged, no_death, run_here, sent
 from small import mostly_nightly
 from test_experiment import until
 from test_jobs import running
+from test_survival import signalled_twice
 
 from gsm import checkpoint, exchange
 from gsm.config.load import load_model
@@ -155,6 +157,17 @@ def test_a_run_goes_on_with_experts_divided_or_not(home: Path, processes: Any, b
     assert codes == [0] * WAYS[after][0] and "Going on with the unfinished run" in output, output
     gone_on, straight = (place(home, run_name, after, experts) for run_name in (name, f"moe-{after}"))
     assert_same_end(gone_on, straight, 0.2)  # the busiest expert of a rank is not that of all
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_second_signal_ends_any_rank_at_once(home: Path, processes: Any, number: int):
+    """The others end, too: they lose it in the middle of a step."""
+    name, begun = f"twice{number}", time.monotonic()
+    death = partial(on_rank, number, at_call, "training_step", 5, signalled_twice)
+    codes, output = run(processes, home, name, "ddp", death)
+    assert sorted(codes) == [1, 143] and codes[number] == 143 and time.monotonic() - begun < 60, output
+    summary = json.loads((place(home, name, "ddp") / "summary.json").read_text())
+    assert summary["status"] == ("failed" if number else "interrupted")
 
 
 def as_srun_does() -> None:
