@@ -23,6 +23,7 @@ from gsm.config.compose import compose
 from gsm.config.load import instantiate
 from gsm.paths import ROOT
 from gsm.training import run
+from gsm.training.callbacks.metrics_file import read_metrics
 from gsm.training.callbacks.summary import Summary
 from gsm.training.folder import Begin
 from gsm.training.module import LanguageModeling
@@ -168,9 +169,11 @@ def no_death() -> None:
     pass
 
 
-def lines(folder: Path) -> list[str]:
-    text = (folder / "metrics.csv").read_text().splitlines()
-    return [line for line in text if line.split(",")[1] not in UNSTEADY]
+def logged(folder: Path) -> dict[str, dict[int, float]]:
+    """The metrics that a run has logged, without those that depend on the machine."""
+    metrics = read_metrics(folder / "metrics.jsonl")
+    assert "train/loss" in metrics
+    return {name: values for name, values in metrics.items() if name not in UNSTEADY}
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:

@@ -33,7 +33,7 @@ trainer.gradient_clip_val=null trainer.limit_val_batches=1 data.path=/other data
 +callbacks.ema={_target_:lightning.pytorch.callbacks.EMAWeightAveraging}""".split()
 MEANS_NOTHING = """
 data.batch_size=2 trainer=ddp trainer.devices=2 data.cache_dir=/cache logs=/elsewhere name=other arm=other
-jobs=2 ngrams=true sample=true logger=csv callbacks.latest.minutes=3 callbacks.progress=null
+jobs=2 ngrams=true sample=true logger=jsonl callbacks.latest.minutes=3 callbacks.progress=null
 trainer.val_check_interval=3
 trainer.log_every_n_steps=1 data.path=/disk2/texts trainer.gradient_clip_val=1 table=[val_loss]
 trainer.enable_progress_bar=true""".split()
@@ -102,7 +102,7 @@ def test_a_run_is_found_by_its_address_whatever_it_is_called(tmp_path: Path):
     (tmp_path / f"x/first-seed0-{digits}").mkdir(parents=True)
     again = composed((*TINY, *words, "arm=second"))
     assert Path(again["folder"]) == tmp_path / f"x/first-seed0-{digits}"
-    assert again["logger"]["csv"]["path"] == f"{again['folder']}/metrics.csv", "all of its paths are there"
+    assert again["logger"]["jsonl"]["path"] == f"{again['folder']}/metrics.jsonl", "all of its paths are there"
 
 
 @pytest.mark.parametrize("word", ["folder=/x", "origin={run: x}"])
@@ -126,7 +126,7 @@ def test_a_default_name_has_the_model_and_what_changes_training():
         "model/writer=gated",
         "trainer=ddp",
         "trainer.devices=2",
-        "logger=csv",
+        "logger=jsonl",
     ]
     assert name("gsm", words, rule) == "gsm-writer_gated-optimizer.learning_rate_3e-3"
     assert name("gsm", ["model=gsm", "+callbacks.stop={_target_: a.B}"], rule) == "gsm-callbacks.stop_target_a.b"

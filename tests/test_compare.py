@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import warnings
@@ -21,7 +22,7 @@ from gsm.config.check import ConfigError
 from gsm.experiments import rows
 from gsm.experiments.compare import compare
 from gsm.plots import png
-from gsm.training.callbacks.metrics_file import read_metrics
+from gsm.training.callbacks.metrics_file import MetricsFile, read_metrics
 from gsm.training.folder import held
 
 ACCURACY = {"paper": (0.9, 0.8, 1.0), "control": (0.1, 0.2, 0.3)}
@@ -30,8 +31,8 @@ ACCURACY = {"paper": (0.9, 0.8, 1.0), "control": (0.1, 0.2, 0.3)}
 def write_run(experiment: Path, arm: str, seed: int, accuracy: float, **given: Any) -> Path:
     facts = {"accuracy": accuracy, "val_loss": 2 - accuracy, "steps": 10, "tokens": 1000, "cache_bytes": 512}
     run = records.write_run(experiment, arm, seed, **{**facts, **given})
-    lines = [f"{step},val/loss,{2 - accuracy * step / 10}\n{step},train/tokens,{step**2}\n" for step in (5, 10)]
-    (run / "metrics.csv").write_text("".join(["step,name,value\n", *lines]))
+    lines = [{"step": step, "val/loss": 2 - accuracy * step / 10, "train/tokens": step**2} for step in (5, 10)]
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return run
 
 
@@ -332,8 +333,8 @@ def test_final_values_and_pairs_are_those_of_the_summaries(experiment: Path, dra
 
 
 def test_an_arm_without_a_curve_is_named_beside_the_picture(experiment: Path, capsys: pytest.CaptureFixture[str]):
-    file = write_run(experiment, "old", 0, 0.5) / "metrics.csv"
-    file.write_text("step,name,value\n5,val/loss,1.5\n")
+    file = write_run(experiment, "old", 0, 0.5) / "metrics.jsonl"
+    file.write_text('{"step": 5, "val/loss": 1.5}\n')
     compare(str(experiment), axis="tokens")
     assert "not in the learning curves, as they lack val/loss by tokens: old\n" in capsys.readouterr().out
 
@@ -370,10 +371,15 @@ def test_a_curve_is_the_mean_of_what_all_seeds_have_in_a_band(float64: None):
 
 
 def test_metrics_are_read_without_what_was_garbled(tmp_path: Path):
-    file = tmp_path / "metrics.csv"
+    file = tmp_path / "metrics.jsonl"
     assert read_metrics(file) == {}
-    file.write_bytes(b"step,name,value\n1,val/loss,2.5\n1,val/loss,2.25\n\xff2,val/loss,1\n2,a,x\n2,b,nan\n3,val/lo")
+    whole = b'{"step": 1, "val/loss": 2.5}\n{"step": 1, "val/loss": 2.25}\n'
+    file.write_bytes(whole + b'\0\0\0\n\xff{"step": 2, "a": 1}\n{"step": 3, "val/lo')
     assert read_metrics(file) == {"val/loss": {1: 2.25}}
+    log = MetricsFile(file)
+    for step, loss in ((3, 1.5), (6, math.inf)):
+        log.log_metrics({"val/loss": loss, "val/accuracy": 0.5, "epoch": 0}, step)
+    assert read_metrics(file) == {"val/loss": {1: 2.25, 3: 1.5}, "val/accuracy": {3: 0.5, 6: 0.5}}
 
 
 def test_words_that_are_no_arguments_are_folders(capsys: pytest.CaptureFixture[str]):

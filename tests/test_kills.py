@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from short_runs import TINY, be_the_script, called, lines, no_death, scalars
+from short_runs import TINY, be_the_script, called, logged, no_death, scalars
 from stored import same
 
 KILLS, SEED = int(os.environ.get("GSM_TEST_KILLS", "1")), int(os.environ.get("GSM_TEST_SEED", "0"))
@@ -133,8 +133,8 @@ def files_of(home: Path) -> dict[str, Any]:
             continue
         if path.name.startswith("events."):
             contents[str(Path(name).with_name("events"))] = scalars(path.parent)
-        elif path.name == "metrics.csv":
-            contents[name] = lines(path.parent)
+        elif path.name == "metrics.jsonl":
+            contents[name] = logged(path.parent)
         elif path.suffix == ".json":
             contents[name] = without_own(json.loads(text_of(path, home)))
         elif path.suffix == ".jsonl":
@@ -206,13 +206,13 @@ def test_a_killed_command_that_is_given_again_ends_as_if_nothing_was(
 
 
 def test_every_difference_of_two_runs_is_seen():
-    curve = ["step,name,value", "3,val/loss,2.0", "6,train/loss,1.5", "6,val/loss,1.0"]
-    whole = {"a/metrics.csv": curve, "a/model.safetensors": b"one", "results.md": b"a"}
+    curve = {"val/loss": {3: 2.0, 6: 1.0}, "train/loss": {6: 1.5}}
+    whole = {"a/metrics.jsonl": curve, "a/model.safetensors": b"one", "results.md": b"a"}
     assert not difference(whole, whole)
     for other in (
         {**whole, "results.md": b"b"},
         {**whole, "a/model.safetensors": b"two"},
-        {**whole, "a/metrics.csv": curve[:-1]},
+        {**whole, "a/metrics.jsonl": {**curve, "val/loss": {3: 2.0}}},
         {**whole, "a/.state.json.1.partial": b""},
         {name: value for name, value in whole.items() if name != "results.md"},
     ):

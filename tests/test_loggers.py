@@ -25,7 +25,7 @@ def logged(home: Path) -> Path:
     """A run of 9 steps."""
     for library in ("wandb", "mlflow", "matplotlib"):
         pytest.importorskip(library)
-    words = arguments(home, "logged", "callbacks.progress.every=100", "logger=all", "trainer.max_steps=9")
+    words = arguments(home, "logged", "logger=all", "trainer.max_steps=9")
     chosen = compose([word for word in words if word != NO_PICTURES])
     train(chosen)
     importlib.import_module("wandb").teardown()  # as the end of a process does
@@ -69,7 +69,7 @@ def of_wandb(folder: Path) -> tuple[Points, dict[str, Any], list[str]]:
 @pytest.mark.slow
 def test_curves_and_hyperparameters_are_the_same_in_all_of_them(logged: Path):
     board = {tag: dict(points) for tag, points in scalars(logged).items()}
-    file = read_metrics(logged / "metrics.csv")
+    file = read_metrics(logged / "metrics.jsonl")
     weights, settings, media = of_wandb(logged)
     client, run = of_mlflow(logged)
     for tag in CURVES:
@@ -84,9 +84,9 @@ def test_curves_and_hyperparameters_are_the_same_in_all_of_them(logged: Path):
     assert run.data.tags["mlflow.runName"] == "gsm-seed0" and run.info.status == "FINISHED"
 
 
-def test_csv_alone_leaves_one_file(home: Path):
-    chosen = compose(arguments(home, "csv_alone", "logger=csv", "trainer.max_steps=4"))
-    assert list(chosen["logger"]) == ["csv"]
+def test_jsonl_alone_leaves_one_file(home: Path):
+    chosen = compose(arguments(home, "jsonl_alone", "logger=jsonl", "trainer.max_steps=4"))
+    assert list(chosen["logger"]) == ["jsonl"]
     train(chosen)
     folder = Path(chosen["folder"])
-    assert "val/loss" in read_metrics(folder / "metrics.csv") and not list(folder.glob("events*"))
+    assert "val/loss" in read_metrics(folder / "metrics.jsonl") and not list(folder.glob("events*"))

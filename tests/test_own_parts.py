@@ -88,7 +88,7 @@ def test_a_data_module_of_ones_own_trains_and_a_metric_of_ones_own_is_in_every_l
     assert facts["status"] == "finished" and facts["val_loss"] > 0 and facts["bits_per_byte"] is None
     assert facts["memory_after_tokens"] == 24
     folder = folder_of(mine.parent / "logs/default")
-    assert sorted(read_metrics(folder / "metrics.csv")["mine/first_token"]) == [2, 4, 6]
+    assert sorted(read_metrics(folder / "metrics.jsonl")["mine/first_token"]) == [2, 4, 6]
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
     assert [point.step for point in events.Scalars("mine/first_token")] == [2, 4, 6]
     assert [point.step for point in events.Scalars("val/loss")] == [4, 6]

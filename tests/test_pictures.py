@@ -10,7 +10,7 @@ import lightning
 import numpy as np
 import pytest
 import torch
-from short_runs import UNSTEADY, assemble
+from short_runs import assemble, logged
 from small import GEOMETRY, build, random_tokens
 from test_train_cli import arguments
 
@@ -49,26 +49,26 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return compose(overrides)
 
 
-def trained(config: dict[str, Any], folder: Path, **callbacks: None) -> tuple[dict, list[str], list[int]]:
+def trained(
+    config: dict[str, Any], folder: Path, **callbacks: None
+) -> tuple[dict, dict[str, dict[int, float]], list[int]]:
     """Return the weights after two steps, the metrics without those of the pictures, and the bytes that these held."""
-    places = {"csv": {"path": str(folder / "metrics.csv")}, "tensorboard": {"save_dir": str(folder)}}
+    places = {"jsonl": {"path": str(folder / "metrics.jsonl")}, "tensorboard": {"folder": str(folder)}}
     logger = {name: {**node, **places[name]} for name, node in config["logger"].items()}
     changes = {name: None for name in ("best", "latest")} | callbacks
     run = assemble({**config, "folder": str(folder), "logger": logger, "callbacks": {**config["callbacks"], **changes}})
     sizes = Sizes()
     run.trainer.callbacks.append(sizes)
     run.trainer.fit(run.task, datamodule=run.data)
-    lines = (folder / "metrics.csv").read_text().splitlines()
-    names = [line.split(",")[1] for line in lines]
-    skipped = [name in UNSTEADY or name.startswith(("val/overlap_sample/", "val/state/")) for name in names]
-    others = [line for line, skip in zip(lines, skipped, strict=True) if not skip]
+    of_pictures = ("val/overlap_sample/", "val/state/")
+    others = {name: values for name, values in logged(folder).items() if not name.startswith(of_pictures)}
     return run.model.state_dict(), others, sizes.seen
 
 
 def test_a_run_is_the_same_with_pictures_and_without_and_they_do_not_grow(config: dict[str, Any], tmp_path: Path):
-    with_weights, with_lines, sizes = trained(config, tmp_path / "with")
-    without_weights, without_lines, nothing = trained(config, tmp_path / "without", pictures=None)
-    assert with_lines == without_lines and len(with_lines) > 20
+    with_weights, with_metrics, sizes = trained(config, tmp_path / "with")
+    without_weights, without_metrics, nothing = trained(config, tmp_path / "without", pictures=None)
+    assert with_metrics == without_metrics and len(with_metrics) > 10
     for name, value in with_weights.items():
         assert torch.equal(value, without_weights[name]), name
     assert sizes == [2 * 3 * 32 * 8] * 2 and not nothing, "tokens and documents of three sequences of 32"
@@ -228,7 +228,7 @@ def test_without_matplotlib_a_run_says_so_once_and_logs_the_numbers(
     monkeypatch.setattr(pictures, "_can_draw", lambda: False)
     trained(config, tmp_path)
     assert capsys.readouterr().err.count("there will be no pictures: pictures need matplotlib: pip install") == 1
-    assert "val/state/share/stage2" in (tmp_path / "metrics.csv").read_text()
+    assert "val/state/share/stage2" in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_of_a_state_far_larger_than_a_sequence_what_exists_is_drawn():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import json
 import os
 import re
 import shutil
@@ -19,10 +20,11 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from short_runs import BY_MODEL, TINY, below, called, composed, count_calls, lines, no_death, run_here, sent
+from short_runs import BY_MODEL, TINY, at_call, below, called, composed, count_calls, logged, no_death, run_here, sent
 from small import mostly_nightly
 from test_experiment import until
 from test_jobs import running
+from test_survival import signalled_twice
 
 from gsm import checkpoint, exchange
 from gsm.config.load import load_model
@@ -92,13 +94,13 @@ def assert_same_end(folder: Path, other: Path, tolerance: float = 1e-3) -> None:
     assert checkpoint["global_step"] == expected["global_step"] == 12
     for name, value in expected["state_dict"].items():
         assert (checkpoint["state_dict"][name] - value).abs().max() < 1e-9, name
-    for first, second in zip(lines(folder), lines(other), strict=True):
-        (*start, value), (*wanted, number) = first.split(","), second.split(",")
-        assert start == wanted
+    curves, wanted = logged(folder), logged(other)
+    assert curves.keys() == wanted.keys()
+    for name, values in curves.items():
         # Every other metric is a mean of the ranks' means, without the weights of their targets. It differs little if a
         # rank has whole sequences, and more if one rank has the middle of a sequence and another rank has the ends.
-        near = 1e-5 if first.split(",")[1].rpartition("/")[2] in EXACT else tolerance
-        assert number == "value" or float(value) == pytest.approx(float(number), rel=near), first
+        near = 1e-5 if name.rpartition("/")[2] in EXACT else tolerance
+        assert values == pytest.approx(wanted[name], rel=near), name
 
 
 CHANGES = mostly_nightly(
@@ -157,6 +159,17 @@ def test_a_run_goes_on_with_experts_divided_or_not(home: Path, processes: Any, b
     assert_same_end(gone_on, straight, 0.2)  # the busiest expert of a rank is not that of all
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_second_signal_ends_any_rank_at_once(home: Path, processes: Any, number: int):
+    """The others end, too: they lose it in the middle of a step."""
+    name, begun = f"twice{number}", time.monotonic()
+    death = partial(on_rank, number, at_call, "training_step", 5, signalled_twice)
+    codes, output = run(processes, home, name, "ddp", death)
+    assert sorted(codes) == [1, 143] and codes[number] == 143 and time.monotonic() - begun < 60, output
+    summary = json.loads((place(home, name, "ddp") / "summary.json").read_text())
+    assert summary["status"] == ("failed" if number else "interrupted")
+
+
 def as_srun_does() -> None:
     """Give this rank the environment that srun sets."""
     rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
@@ -210,7 +223,7 @@ def test_a_disk_that_is_full_for_a_rank_that_writes_ends_all_with_its_words(
 
 
 def typed(home: Path, name: str, way: str, *starter: str) -> tuple[str, Path]:
-    words = overrides(home, name, way, "callbacks.progress.every=6")
+    words = overrides(home, name, way)
     command = [sys.executable, *starter, str(ROOT / "train.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from short_runs import arguments, at_call, count_calls, lines, no_death, place_of, started, typed
+from short_runs import arguments, at_call, count_calls, logged, no_death, place_of, started, typed
 
 from gsm import checkpoint, files
 from gsm.config import command_line
@@ -193,5 +193,5 @@ def test_a_finished_run_can_be_prolonged_from_its_checkpoint(home: Path, straigh
     child.join()
     assert child.exitcode == 0, log.read_text()
     folder = place_of(home, "longer", "trainer.max_steps=33", f"start_from={straight}", "start_fresh=false")
-    assert {int(line.split(",")[0]) for line in lines(folder)[1:]} == {33}
+    assert {step for values in logged(folder).values() for step in values} == {33}
     assert json.loads((folder / "summary.json").read_text())["steps"] == 33

@@ -27,7 +27,6 @@ from gsm.config.load import CheckpointError
 from gsm.config.stored import checkpoint_folder, digest, named, origin
 from gsm.training import run as fit
 from gsm.training.callbacks.interruption import Interrupted
-from gsm.training.callbacks.metrics_file import MetricsFile
 from gsm.training.folder import Begin, begin, compared_with_last, finished, held, note
 from gsm.training.resume import STATE
 
@@ -230,13 +229,3 @@ def test_the_exit_code_is_that_of_the_signal_also_before_training_begins():
     assert fit._exit_code(SIGTERMException()) == 128 + signal.SIGTERM
     assert fit._exit_code(Interrupted(signal.SIGUSR1)) == 128 + signal.SIGUSR1
     assert fit._exit_code(SystemExit(1)) == 128 + signal.SIGINT
-
-
-def test_lines_that_are_garbled_are_dropped(tmp_path: Path):
-    """A disk that had lost power left zeros in the middle, and the run could not go on: int() refused them."""
-    file = MetricsFile(tmp_path / "metrics.csv")
-    file.path.write_bytes(
-        b"step,name,value\n1,train/loss,1\n\0\0\0\n\xff,x,1\n2,train/loss,0.5\n2,val/loss\n3,a,1\n1,val/lo"
-    )
-    file.rewind(2)
-    assert file.path.read_text() == "step,name,value\n1,train/loss,1\n2,train/loss,0.5\n"

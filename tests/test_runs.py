@@ -213,7 +213,7 @@ def test_a_run_that_two_arms_need_is_trained_once_in_the_folder_of_the_first(
     ]
     one, two = read_runs(asked(THREE, ARMS).folder)
     assert one.parts["train"] == two.parts["train"] and one.parts["extend"] != two.parts["extend"]
-    assert two.curves == one.folder.parent / one.parts["train"] / "metrics.csv"
+    assert two.curves == one.folder.parent / one.parts["train"] / "metrics.jsonl"
     together = json.loads((asked(THREE, ARMS).folder / "loss.json").read_text())["tables"][0]
     assert together[:2] == [["all targets", "one", "two"], ["loss, nats per token", "2.0000", "2.0000"]]
     assert "2 runs: 1 of one, 1 of two" in capsys.readouterr().out, "as evaluate.py says of several checkpoints"

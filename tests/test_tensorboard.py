@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from short_runs import folder_of
+from stored import store
 from tensorboard import default, program
 from tensorboard.backend import application
 from tensorboard.backend.event_processing import plugin_event_accumulator
@@ -168,9 +168,9 @@ def test_what_a_resumed_run_logs_again_is_there_once(tmp_path: Path, accumulator
     """Both of TensorBoard's readers in Python; its slower server hid nothing where a run was resumed for the first
     time."""
     for after, steps in ((None, (5, 10, 15, 20)), (10, (15, 20, 25)), (20, (25, 30))):
-        logger = TensorBoard(str(tmp_path), name="", version="")
         if after is not None:
-            logger.rewind(after)
+            store(tmp_path, global_step=after)
+        logger = TensorBoard(tmp_path)
         for step in steps:
             logger.log_metrics({"train/loss": float(step)}, step)
         logger.finalize("success")
@@ -253,21 +253,3 @@ def test_pictures_are_there_where_the_model_has_what_they_show(server: Client):
     reads = {"view/decoder_reads", "view/decoder_reads_by_row"}
     assert drawn == {"gsm": reads | {"view/stages_select", "view/state_is_made_of"}, "no_stages": reads}
     assert {arm_of(run): set(of_run) for run, of_run in shapes.items() if of_run} == {"gsm": distances}
-
-
-@pytest.mark.parametrize("ahead", [3600, 0])
-def test_a_run_goes_on_after_its_clock_was_ahead(tmp_path: Path, ahead: int, monkeypatch: pytest.MonkeyPatch):
-    """TensorBoard showed the first part for ever. Within one second, it reads the tenth file before the ninth."""
-    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(9))
-    now = time.time()
-    for part, clock in enumerate([now + ahead, now + ahead, now, now]):
-        monkeypatch.setattr(time, "time", lambda clock=clock: clock)
-        logger = TensorBoard(save_dir=tmp_path, name="", version="")
-        if part:
-            logger.rewind(3 * part)
-        for step in (3, 6):
-            logger.log_metrics({"val/loss": part + step / 10}, 3 * part + step)
-        logger.finalize("success")
-    events = EventAccumulator(str(tmp_path)).Reload().Scalars("val/loss")
-    found = [(event.step, round(event.value, 1)) for event in events]
-    assert found == [(3, 0.3), (6, 1.3), (9, 2.3), (12, 3.3), (15, 3.6)]

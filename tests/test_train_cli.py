@@ -84,7 +84,7 @@ def test_a_run_leaves_its_folder(run: tuple[Path, str]):
     folder, _ = run
     for name in (
         "config.yaml",
-        "metrics.csv",
+        "metrics.jsonl",
         "summary.json",
     ):
         assert (folder / name).is_file(), name
@@ -243,7 +243,7 @@ def test_a_rank_that_is_left_in_the_environment_changes_nothing(tmp_path: Path, 
     monkeypatch.setattr(rank_zero_only, "rank", 1)  # as Lightning's import sets it
     config = compose([*arguments(tmp_path), *QUICK])
     train(config)
-    assert (Path(config["folder"]) / "metrics.csv").is_file()
+    assert (Path(config["folder"]) / "metrics.jsonl").is_file()
 
 
 def test_a_run_that_was_cut_off_after_its_last_step_is_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

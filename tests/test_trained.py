@@ -97,7 +97,7 @@ def test_where_nothing_was_trained_there_are_runs_to_compare(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     runs = finished_runs()
     assert [run.arm for run in runs] == ["gsm", "delta_net", "separate_indexer"]
-    assert all((run.folder / "metrics.csv").is_file() for run in runs)
+    assert all((run.folder / "metrics.jsonl").is_file() for run in runs)
 
 
 def test_the_loss_of_a_model_of_needles_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

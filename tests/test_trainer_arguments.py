@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning
 import pytest
-from short_runs import arguments, folder_of, lines, typed
+from short_runs import arguments, folder_of, logged, typed
 
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
@@ -62,4 +62,4 @@ def test_the_profilers_of_the_documentation_report_and_change_nothing(home: Path
     assert "Self CPU" in (folders[1] / "profile/fit-operations.txt").read_text()
     printed = typed(processes, tmp_path, "train.py", *shared, "name=simple", "+trainer.profiler=simple").stderr
     assert "FIT Profiler Report" in printed and "optimizer_step" in printed
-    assert lines(folders[0]) == lines(folders[1]) == lines(folder_of(folders[0].parents[1] / "simple"))
+    assert logged(folders[0]) == logged(folders[1]) == logged(folder_of(folders[0].parents[1] / "simple"))

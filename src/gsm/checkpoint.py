@@ -59,10 +59,15 @@ def step_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step_{step:08}"
 
 
+def step_of(folder: Path) -> int:
+    """Return the number of a step by its folder."""
+    return int(folder.name[5:])
+
+
 def steps(run: Path) -> list[Path]:
     """Return the complete steps in a run's folder, the newest last."""
     found = (path for path in (run / "checkpoints").glob("step_*") if STEP.fullmatch(path.name))
-    return sorted((path for path in found if (path / STATE).is_file()), key=lambda path: int(path.name[5:]))
+    return sorted((path for path in found if (path / STATE).is_file()), key=step_of)
 
 
 def newest(run: Path) -> Path | None:
@@ -344,5 +349,5 @@ def sweep(run: Path, keep: set[int | None]) -> None:
     """Remove all steps but these, and what killed processes have left of others."""
     with suppress(FileNotFoundError):
         for path in (run / "checkpoints").iterdir():
-            if STEP.fullmatch(path.name) and int(path.name[5:]) not in keep:
+            if STEP.fullmatch(path.name) and step_of(path) not in keep:
                 remove(path)

@@ -63,8 +63,8 @@ def compare(
         folders: of experiments, logs/<name>; arms of one name in several of them get the experiment's name in front
         columns: keys of summary.json, dots go down: columns=val_loss,data.train_tokens; left out: the experiment's own
         against: the arm that the others are compared with; left out: the first
-        metric: of the learning curves, as in metrics.csv; left out: val/accuracy where there is one, else val/loss, and
-            train/loss beside it
+        metric: of the learning curves, as in metrics.jsonl; left out: val/accuracy where there is one, else val/loss,
+            and train/loss beside it
         axis: of the learning curves: step, or tokens (those trained on until then, train/tokens)
         x: a key of summary.json for one more picture, in which every arm is a point: x=cache_bytes y=accuracy
         y: a key of summary.json, shown against x in that picture
@@ -286,7 +286,7 @@ def _curves(by_arm: ByArm, metric: str, axis: str) -> dict[str, Curves]:
     }
     known = {name for values in metrics.values() for name in values}
     if metric and metric not in known:
-        raise unknown("metric", metric, known, "metrics.csv")
+        raise unknown("metric", metric, known, "metrics.jsonl")
     held_out = "val/accuracy" if "val/accuracy" in known else "val/loss"
     names = [metric] if metric else [held_out, *({"train/loss"} & known)]
     return {

@@ -68,7 +68,7 @@ class RunSummary:
     @property
     def curves(self) -> Path:
         """The file with its learning curves; of several runs those of the first that trains."""
-        return self.folder.parent / self.summary.get("curves", self.folder.name) / "metrics.csv"
+        return self.folder.parent / self.summary.get("curves", self.folder.name) / "metrics.jsonl"
 
     @property
     def finished(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Mapping
@@ -20,7 +21,6 @@ from gsm.paths import has, in_clone
 from gsm.provenance import processor
 from gsm.tables import SCREEN, grid_lines
 from gsm.training.callbacks.progress import clock
-from gsm.training.distributed.ranks import sharing
 
 if TYPE_CHECKING:
     from lightning import Trainer
@@ -38,9 +38,8 @@ BOARD = "http://localhost:6006/?" + urlencode(
 def header(config: Mapping[str, Any], facts: Mapping[str, Any], trainer: Trainer, data: DataModule, note: str) -> str:
     """Return the announcement: the model, the data and the folder of the run; ``facts`` are those of its summary."""
     sizes = ""
-    if data.batch_size and data.context:
-        step = data.batch_size * data.context * trainer.accumulate_grad_batches * sharing(trainer)[0]
-        sizes = f" of {step:,} tokens ({data.context} a sequence)"
+    if data.context:
+        sizes = f" of {config['global_batch'] * data.context:,} tokens ({data.context} a sequence)"
     rows = {
         "model": f"{facts['model']}, size {facts['size']}: {facts['parameters']:,} parameters",
         **data.headline(),
@@ -49,37 +48,43 @@ def header(config: Mapping[str, Any], facts: Mapping[str, Any], trainer: Trainer
         "kernels": kernels(facts["kernels"]),
         "folder": path_text(config["folder"]),
     }
-    lines = [line for name, text in rows.items() for line in _row(name, text)]
-    return "\n".join([*lines, *(textwrap.wrap(note, SCREEN, break_on_hyphens=False) if note else []), ""])
+    lines = [_wrapped(text, f"{name:<9}") for name, text in rows.items()]
+    return "\n".join([*lines, *([_wrapped(note)] if note else []), ""])
 
 
 def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, writes: bool) -> str:
     """Return the results and the next commands; ``writes``: the model has a tokenizer and can generate text."""
-    name = f"{facts['experiment']}/{folder.name}"
-    lines = ["", f"{name}: {_number(facts['tokens'], ',')} tokens in {clock(facts['train_seconds'] or 0.0)}", ""]
-    lines += [*textwrap.wrap(facts["reason"] or "", SCREEN), *_table(facts), "", _resources(facts), ""]
-    if facts["overlap"]:
-        lines += [*overlap.table(facts["overlap"], paper.tables()["overlap"]["by_length"]), ""]
-    for name, (_, table) in MEASURES.items():
-        if facts[name]:
-            lines += [*table(facts[name]), ""]
-    if sample:
-        lines += ["It writes (what it was given | what it made of it):", *sample.splitlines(), ""]
-    lines += [
-        "Next:",
-        "  " + typed("tensorboard", "--logdir", path_text(folder.parent)),
-        "  # CUSTOM SCALARS is the overview; in TIME SERIES, a colour for each arm:",
-        f"  # {BOARD}",  # a comment, as a shell would take the address apart
+    name, seconds = f"{facts['experiment']}/{folder.name}", facts["train_seconds"] or 0.0
+    parts = [
+        [f"{name}: {_number(facts['tokens'], ',')} tokens in {clock(seconds)}"],
+        _table(facts),
+        [_resources(facts)],
     ]
+    if facts["reason"]:
+        parts[1].insert(0, _wrapped(facts["reason"]))
+    if facts["overlap"]:
+        parts.append(overlap.table(facts["overlap"], paper.tables()["overlap"]["by_length"]))
+    parts += [measure.table(facts[key]) for key, measure in MEASURES.items() if facts[key]]
+    if sample:
+        parts.append(["It writes (what it was given | what it made of it):", sample])
+    parts.append(["Next:", *_next(folder, facts, writes)])
+    return "\n" + "\n\n".join(map("\n".join, parts))
+
+
+def _next(folder: Path, facts: Mapping[str, Any], writes: bool) -> list[str]:
+    """Return the commands to look at a run, and to use its model."""
+    checkpoint = f"checkpoint={path_text(folder)}"
+    commands = [typed("tensorboard", "--logdir", path_text(folder.parent))]
+    commands.append("# CUSTOM SCALARS is the overview; in TIME SERIES, a colour for each arm:")
+    commands.append(f"# {BOARD}")  # a comment, as a shell would take the address apart
     if len(list(folder.parent.glob("*/summary.json"))) > 1:
-        lines += ["  " + command("compare", path_text(folder.parent))]
+        commands.append(command("compare", path_text(folder.parent)))
     if writes:
-        lines += ["  " + command("generate", f"checkpoint={path_text(folder)}", "prompt=def ")]
-        lines += ["  " + command("evaluate", f"checkpoint={path_text(folder)}")]
+        commands += [command("generate", checkpoint, "prompt=def "), command("evaluate", checkpoint)]
     if "shared_state" in (facts["memory_bytes"] or {}) and has("explorer"):
-        arguments = [("text_file=README.md" if in_clone() else "text=def ")] if writes else []
-        lines += ["  " + command("explore", f"checkpoint={path_text(folder)}", *arguments)]
-    return "\n".join(lines)
+        text = ["text_file=README.md" if in_clone() else "text=def "] if writes else []
+        commands.append(command("explore", checkpoint, *text))
+    return [f"  {line}" for line in commands]
 
 
 def sample(model: LanguageModel, data: DataModule, given: int = 32, new: int = 64) -> str:
@@ -90,21 +95,16 @@ def sample(model: LanguageModel, data: DataModule, given: int = 32, new: int = 6
     generator = torch.Generator(device).manual_seed(0)
     made = model.generate(prompt_T.to(device), new, temperature=0.7, top_p=0.95, generator=generator)
     text = f"{data.tokenizer.decode(prompt_T.tolist())}|{data.tokenizer.decode(made[0].tolist())}"
-    printable = "".join(c if c == "\n" or " " <= c <= "~" else "?" for c in text)
-    lines = [
-        part
-        for line in printable.splitlines()
-        if line.strip()
-        for part in textwrap.wrap(line, SCREEN - 2, drop_whitespace=False, break_on_hyphens=False)
-    ]
-    return "\n".join(f"  {line}" for line in lines[:8])
+    wrapper = textwrap.TextWrapper(SCREEN - 2, drop_whitespace=False, break_on_hyphens=False)
+    lines = [line for line in re.sub(r"[^\n -~]", "?", text).splitlines() if line.strip()]
+    return "\n".join(f"  {part}" for part in [part for line in lines for part in wrapper.wrap(line)][:8])
 
 
 def device(trainer: Trainer) -> str:
     """Return the name of the device that trains, and its arithmetic: `AMD EPYC 7B13, 1 thread, 32-true`."""
     root = trainer.strategy.root_device
     count = torch.get_num_threads()
-    host = f"{processor() if root.type == 'cpu' else root.type}, {count} thread{'s' if count > 1 else ''}"
+    host = f"{processor()}, {count} thread{'s' if count > 1 else ''}"
     name = torch.cuda.get_device_name(root) if root.type == "cuda" else host
     several = f"{trainer.world_size} x " if trainer.world_size > 1 else ""
     return f"{several}{name}, {trainer.precision}"
@@ -122,30 +122,28 @@ def _table(facts: Mapping[str, Any]) -> list[str]:
         answers = facts["data"].get("validation_answers")  # None where an answer has several tokens
         of = f"{answers:,} held-out questions answered" if answers else "the tokens of held-out answers right"
         return [f"  {facts['accuracy']:.1%} of {of}, loss {facts['val_loss']:.3f}"]
-    names = ("bits_per_byte", "val_perplexity")
-    rows = [[f"{facts['model']} ({facts['parameters']:,} parameters)", *(facts[name] for name in names)]]
-    for name in ("five_gram", "bigram", "unigram"):
-        bits = facts[f"{name}_bits_per_byte"]
-        if bits is not None:
-            perplexity = 2 ** (bits * facts["data"]["bytes_per_token"])
-            rows.append([f"{name.replace('five_', '5-')} model, same tokens", bits, perplexity])
+    model = f"{facts['model']} ({facts['parameters']:,} parameters)"
+    rows = [(model, facts["bits_per_byte"], facts["val_perplexity"])]
+    for key, name in (("five_gram", "5-gram"), ("bigram", "bigram"), ("unigram", "unigram")):
+        if (bits := facts[f"{key}_bits_per_byte"]) is not None:
+            rows.append((f"{name} model, same tokens", bits, 2 ** (bits * facts["data"]["bytes_per_token"])))
     cells = [[name, _number(bits, ".3f"), _number(perplexity, ".1f")] for name, bits, perplexity in rows]
     return grid_lines([["on held-out text", "bits per byte", "perplexity"], *cells])
 
 
 def _resources(facts: Mapping[str, Any]) -> str:
-    speed = _number(facts["tokens_per_second"], ",.0f")
+    speed, peak = _number(facts["tokens_per_second"], ",.0f"), facts["peak_memory_bytes"] / 2**30
     what = "shared state" if "shared_state" in facts["memory_bytes"] else "memory"
     state = f", {what} {facts['state_bytes']:,} bytes" if facts["state_bytes"] is not None else ""
-    return f"  {speed} tokens/s, peak memory {facts['peak_memory_bytes'] / 2**30:.2f} GiB{state}"
+    return f"  {speed} tokens/s, peak memory {peak:.2f} GiB{state}"
 
 
 def _number(value: float | None, how: str) -> str:
     return "-" if value is None else format(value, how)
 
 
-def _row(name: str, text: str) -> list[str]:
-    begin, below = f"{name:<9}", " " * 9
-    return textwrap.wrap(
-        text, SCREEN, initial_indent=begin, subsequent_indent=below, break_on_hyphens=False, break_long_words=False
-    )
+def _wrapped(text: str, name: str = "") -> str:
+    """Return a text in lines of a screen, beside a name."""
+    wrapper = textwrap.TextWrapper(SCREEN, initial_indent=name, subsequent_indent=" " * len(name))
+    wrapper.break_on_hyphens = wrapper.break_long_words = False
+    return wrapper.fill(text)

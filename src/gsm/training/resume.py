@@ -4,8 +4,7 @@ A checkpoint to resume from is taken only where nothing is pending: after a step
 metrics and those of a validation that follows it are logged. So no mean is half filled and no validation is due. The
 rest is the random numbers and the position in the data, which follows from the number of steps.
 
-This file also uses undocumented parts of Lightning, and no other file does: its loops' counters, and the options of
-the writer that its TensorBoard logger makes.
+This file also uses undocumented parts of Lightning, its loops' counters, and no other file does.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any
 import lightning
 import numpy as np
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
 
 from gsm.errors import ConfigError
 
@@ -101,15 +99,6 @@ def set_counters(fit_loop: dict[str, Any], step: int, accumulated: int) -> None:
     passes["total"] = dict.fromkeys(passes["total"], passes["total"]["completed"])
     passes["current"] = dict.fromkeys(passes["current"], passes["current"]["completed"])
     fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = step  # decides about logging
-
-
-def hide_after(logger: TensorBoardLogger, step: int) -> None:
-    """Make TensorBoard hide events after ``step``; to be called before the logger's first event.
-
-    Lightning 2.6 keeps the arguments of its SummaryWriter in ``_kwargs`` until the logger's first event, and has
-    no other way to give it a ``purge_step`` in between.
-    """
-    logger._kwargs["purge_step"] = step + 1
 
 
 def random_states(device: torch.device) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from gsm.signals import PARENT
 from gsm.training import report, weights
 from gsm.training.callbacks import find
 from gsm.training.callbacks.checkpoints import Latest
-from gsm.training.callbacks.interruption import Interrupted, Interruption
+from gsm.training.callbacks.interruption import Interrupted
 from gsm.training.callbacks.summary import Summary
 from gsm.training.callbacks.tensorboard import Hyperparameters
 from gsm.training.distributed import ranks
@@ -73,7 +73,7 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
 
     The run lies in ``config["folder"]``, which its address has found: a finished one is left as it is, an unfinished
     one goes on. In the folder are ``config.yaml``, ``checkpoints/`` with the last step and the best one, TensorBoard's
-    events, ``metrics.csv`` and ``summary.json``.
+    events, ``metrics.jsonl`` and ``summary.json``.
 
     Raises:
         ConfigError: a part refuses its values, the data or weights of the run in the folder have changed, or the
@@ -198,7 +198,7 @@ def assemble(
 
 
 def _announce(parts: Parts, start: Begin) -> None:
-    """Take the loggers back to the step of the start, note the configuration, and print the run."""
+    """Note the configuration, and print the run."""
     config, sentences = parts.config, []
     if start.own:
         sentences.append(f"Going on with the unfinished run in {path_text(config['folder'])}, step {start.step}.")
@@ -210,9 +210,6 @@ def _announce(parts: Parts, start: Begin) -> None:
         sentences.append("Its data start over, since they cannot go on where they were (see gsm.data.base).")
     if not start.own:
         sentences.append(compared_with_last(config))
-    for logger in parts.trainer.loggers if start.checkpoint else ():
-        if callable(rewind := getattr(logger, "rewind", None)):
-            rewind(start.step)
     note(config)
     sentence = " ".join(filter(None, sentences))
     print(report.header(config, parts.summary.facts, parts.trainer, parts.data, sentence), flush=True)
@@ -228,8 +225,6 @@ def _fit(parts: Parts, start: Begin) -> None:
         latest.saved = start.step if start.own else None
     for state in find(trainer, ResumeState):
         state.goes_on = start.own
-    for interruption in find(trainer, Interruption) if trainer.is_global_zero else ():
-        interruption.farewell = functools.partial(_farewell, parts)
 
     def say_farewell() -> None:
         if trainer.is_global_zero:
@@ -247,8 +242,9 @@ def _fit(parts: Parts, start: Begin) -> None:
     except MisconfigurationException as error:  # Lightning refuses some arguments only when it has the data
         raise ConfigError(f"trainer: {error}") from error
     except SystemExit as stop:
-        if isinstance(stop, Interrupted):  # on all ranks; srun ends the others as soon as one of them has ended
-            with contextlib.suppress(RuntimeError):  # the leading rank may be gone
+        if isinstance(stop, Interrupted) and not stop.at_once:
+            # On all ranks: srun ends the others as soon as one of them has ended. The leading one may be gone.
+            with contextlib.suppress(RuntimeError):
                 ranks.agreed(say_farewell, patience=ranks.ENDING)
         else:
             say_farewell()
@@ -257,8 +253,8 @@ def _fit(parts: Parts, start: Begin) -> None:
 
 def _exit_code(stop: SystemExit) -> int:
     """Return 128 + the number of the signal. A signal that came before training began has no number from Lightning."""
-    if isinstance(stop, Interrupted):
-        return 128 + stop.signal
+    if isinstance(stop, Interrupted) and isinstance(stop.code, int):
+        return stop.code
     return 128 + (signal.SIGTERM if isinstance(stop, SIGTERMException) else signal.SIGINT)
 
 

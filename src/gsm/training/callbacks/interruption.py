@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -23,32 +21,33 @@ SAME = 0.5  # seconds: a signal to a process and to its group arrives twice
 
 
 class Interrupted(SystemExit):
-    """End a process with the code that a shell shows for the signal."""
+    """End a process with the code that a shell shows for the signal.
 
-    def __init__(self, number: int) -> None:
+    Attributes:
+        at_once: whether this process ends where it stands, and others may not.
+    """
+
+    def __init__(self, number: int, at_once: bool = False) -> None:
         super().__init__(128 + number)
-        self.signal = signal.Signals(number)
+        self.at_once = at_once
 
 
 class Interruption(lightning.Callback):
     """Handle signals while training runs.
 
     After the first one training goes on to the end of the logging interval, and of a validation that follows it, is
-    saved there and ends; so nothing that was trained is lost. Where whoever has sent it cannot wait so long and kills
-    the process, the run goes back to its last checkpoint. A second signal ends the process at once, after the
-    ``farewell``.
+    saved there and ends; so nothing that was trained is lost. A second signal ends the run at once, where it stands,
+    and a third one kills the process. A run that is ended or killed before its save goes back to its last checkpoint.
 
     A handler for SIGUSR1 or SIGUSR2 that somebody else put there before, such as submitit's, stays: it restarts the
     job.
 
     Attributes:
         signal: the number of the first signal, None as long as there was none.
-        farewell: makes the last words of the process.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self.farewell: Callable[[], str] = str
         self._notice = ""
         self._since = 0.0
         self._foreign: set[signal.Signals] = set()
@@ -62,10 +61,13 @@ class Interruption(lightning.Callback):
         """Put the handlers, where Python allows it."""
         every = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
         if trainer.is_global_zero and find(trainer, Latest):
-            self._notice = f"goes on to the end of its logging interval, a multiple of {every} steps, is saved and ends"
+            self._notice = (
+                f"training goes on to the end of its logging interval, a multiple of {every} steps, is saved and ends; "
+                "a second signal ends it at once"
+            )
         if threading.current_thread() is threading.main_thread():
             for number in set(answered()) - self._foreign:
-                signal.signal(number, self._remember)
+                signal.signal(number, self._answer)
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         """End training between two batches, if nothing is pending; at once where nothing would be saved."""
@@ -77,7 +79,7 @@ class Interruption(lightning.Callback):
         self._stop(trainer)
 
     def _stop(self, trainer: lightning.Trainer) -> None:
-        """Save and raises if there was a signal on any rank: a machine that is taken away need not be the first."""
+        """Save and raise if there was a signal on any rank: a machine that is taken away need not be the first."""
         numbers = [self.signal] * trainer.world_size
         if trainer.world_size > 1:
             torch.distributed.all_gather_object(numbers, self.signal)
@@ -87,17 +89,12 @@ class Interruption(lightning.Callback):
                 latest.save(trainer)
             raise Interrupted(number)
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:
+    def _answer(self, number: int, frame: FrameType | None) -> None:
         if self.signal is None:
             self.signal, self._since = number, time.monotonic()
             if self._notice:
                 with contextlib.suppress(RuntimeError):  # it has come in the middle of another message
-                    notice = (
-                        f"\n{signal.Signals(number).name}: training {self._notice}; a second signal ends it at once"
-                    )
-                    print(notice, file=sys.stderr, flush=True)
+                    print(f"\n{signal.Signals(number).name}: {self._notice}", file=sys.stderr, flush=True)
         elif time.monotonic() - self._since > SAME:
-            with contextlib.suppress(RuntimeError):
-                print(self.farewell(), file=sys.stderr, flush=True)
             signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            raise Interrupted(number, at_once=True)

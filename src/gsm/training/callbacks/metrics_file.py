@@ -1,44 +1,36 @@
-"""Metrics as plain text, one ``step,name,value`` line each.
+"""The metrics of a run as a file: a line of JSON for each time that training logs, ``{"step": 10, "train/loss": 1.2}``.
 
-Lines are appended, so that an interrupted run loses nothing and a resumed one goes on where its checkpoint stands.
+Lines are only appended. A run that goes on logs some steps again, and the later line counts.
 """
 
 from __future__ import annotations
 
-import contextlib
+import json
 import math
 import os
-import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import Logger
 
-from gsm.files import write_whole
-
-HEADER = "step,name,value\n"
-LINE = re.compile(r"(\d{1,15}),[^,\n]+,[^,\n]+\n")
-
 
 def read_metrics(path: str | os.PathLike[str]) -> dict[str, dict[int, float]]:
-    """Read such a file: values by name and step. If a step has two lines, the later line counts.
-
-    Lines that a killed process has garbled are left out, and so are values that are not finite numbers. The result is
-    empty if the path does not exist or is no file. Raises OSError where it cannot be read.
-    """
+    """Read such a file: values by name and step; empty if there is none. A line that is no JSON, since a process was
+    killed in it, is left out. Raises OSError where it cannot be read."""
     metrics: dict[str, dict[int, float]] = {}
-    if os.path.isfile(path):
-        for line in filter(LINE.fullmatch, _lines(path)):
-            step, name, value = line.rstrip("\n").split(",")
-            with contextlib.suppress(ValueError):
-                if math.isfinite(number := float(value)):
-                    metrics.setdefault(name, {})[int(step)] = number
+    for line in Path(path).read_bytes().splitlines() if os.path.isfile(path) else ():
+        with suppress(ValueError):
+            values = json.loads(line)
+            step = values.pop("step")
+            for name, value in values.items():
+                metrics.setdefault(name, {})[step] = value
     return metrics
 
 
 class MetricsFile(Logger):
-    """Write a CSV file with the columns ``step``, ``name`` and ``value``.
+    """Write all metrics into a file. Values that are not finite are left out: JSON has none.
 
     Args:
         path: the file; made with its folder at the first metric.
@@ -47,11 +39,12 @@ class MetricsFile(Logger):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
         self.path = Path(path)
+        self._begun = False
 
     @property
     def name(self) -> str:
         """Name of this logger, for Lightning."""
-        return "csv"
+        return "jsonl"
 
     @property
     def version(self) -> str:
@@ -60,25 +53,17 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Append one line for each metric, by name: Lightning gives them in the order in which they first came.
-
-        Raises OSError, which names the file.
-        """
-        lines = [f"{step},{name},{value:.8g}\n" for name, value in sorted(metrics.items()) if name != "epoch"]
+        """Append a line. Raises OSError, which names the file."""
+        finite = {name: value for name, value in metrics.items() if name != "epoch" and math.isfinite(value)}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "a", encoding="utf-8") as file:
-                file.write(("" if file.tell() else HEADER) + "".join(lines))
+                if file.tell() and not self._begun:
+                    file.write("\n")  # the process before may have been killed in the middle of a line
+                file.write(json.dumps({"step": step, **finite}) + "\n")
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
-
-    @rank_zero_only
-    def rewind(self, step: int) -> None:
-        """Drop the lines after ``step``, and lines that a killed process or a disk has garbled."""
-        if not self.path.is_file():
-            return
-        lines = [line for line in _lines(self.path)[1:] if (match := LINE.fullmatch(line)) and int(match[1]) <= step]
-        write_whole(self.path, "".join([HEADER, *lines]).encode())
+        self._begun = True
 
     @rank_zero_only
     def save(self) -> None:
@@ -89,8 +74,3 @@ class MetricsFile(Logger):
 
     def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
         """Log nothing: the configuration lies beside the file."""
-
-
-def _lines(path: str | os.PathLike[str]) -> list[str]:
-    """Return the lines of such a file, garbled bytes replaced. Raises OSError."""
-    return Path(path).read_bytes().decode("utf-8", errors="replace").splitlines(keepends=True)

@@ -39,8 +39,12 @@ class Summary(lightning.Callback):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.facts: dict[str, Any] = {"versions": versions(), "commit": commit(), "sources": sources()}
-        self._found: dict[str, float | None] = dict.fromkeys(VALIDATION)
+        self.facts: dict[str, Any] = {
+            "versions": versions(),
+            "commit": commit(),
+            "sources": sources(),
+            **dict.fromkeys(VALIDATION),
+        }
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Replace the file of an earlier part of this run; the time at which it began stays."""
@@ -64,15 +68,15 @@ class Summary(lightning.Callback):
         """Take the results of the validation; they travel in the checkpoint that is written then."""
         if not trainer.sanity_checking:
             metrics = trainer.callback_metrics
-            self._found = {key: float(metrics[name]) if name in metrics else None for key, name in VALIDATION.items()}
+            self.facts |= {key: float(metrics[name]) for key, name in VALIDATION.items() if name in metrics}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the results of the last validation, for a resumed run that has only its conclusions left."""
-        return dict(self._found)
+        return {key: self.facts[key] for key in VALIDATION}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
-        self._found = dict(state_dict)
+        self.facts |= state_dict
 
     def add(self, trainer: lightning.Trainer, **facts: Any) -> dict[str, Any]:
         """Update the measurements, add ``facts``, write the file, and return its content."""
@@ -80,7 +84,6 @@ class Summary(lightning.Callback):
         self.facts |= {
             "steps": trainer.global_step,
             "tokens": throughput.tokens if throughput else None,
-            **self._found,
             "tokens_per_second": throughput.tokens_per_second if throughput else None,
             "train_seconds": throughput.seconds if throughput else None,
             "peak_memory_bytes": peak_memory_bytes(trainer.strategy.root_device),

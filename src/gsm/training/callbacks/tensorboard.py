@@ -1,23 +1,22 @@
-"""TensorBoard's view of a run beside its curves: events that a resumed run continues, charts that compare runs, and a
-table of hyper-parameters."""
+"""TensorBoard's view of a run beside its curves: charts that compare runs, and a table of hyper-parameters."""
 
 from __future__ import annotations
 
+import os
 import re
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning
 import numpy as np
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import TensorBoardLogger
-from tensorboard.plugins.hparams import metadata
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # pyright: ignore # made at run time
 from torch import Tensor
 from torch.utils.tensorboard.summary import hparams
 
-from gsm.training.resume import hide_after
+from gsm.checkpoint import newest, step_of
 
 # The CUSTOM SCALARS tab: tags that share a chart, of all runs at once. tab -> chart -> tags, as regular
 # expressions. A run adds the charts for which it has something. TensorBoard 2.21 drops charts that a third run adds to
@@ -92,15 +91,31 @@ COLUMNS = {  # columns of the HPARAMS tab: their path in the configuration; a mi
 
 
 class TensorBoard(TensorBoardLogger):
-    """Lightning's logger, which can go back to a step.
+    """Lightning's logger, with charts that compare runs.
 
-    Its first event file begins with a mark, as that of a resumed run does: TensorBoard's slower loader
-    (``--load_fast=false``, and where there is no fast one) takes the first mark that it meets for the beginning of the
-    run, and hides nothing there.
+    Of a run that goes on, TensorBoard hides what was logged after the last saved step. The first part of a run begins
+    with such a mark, too: TensorBoard's slower loader (``--load_fast=false``, and where there is no fast one) takes the
+    first mark that it meets for the beginning of the run, and hides nothing there.
+
+    Args:
+        folder: of the run.
+        options: of Lightning's logger, and of the ``SummaryWriter``.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **{"purge_step": 0, **options})
+    def __init__(self, folder: str | os.PathLike[str], **options: Any) -> None:
+        last = newest(Path(folder))
+        chosen = {"name": "", "version": "", "default_hp_metric": False, **options}
+        super().__init__(str(folder), **chosen, purge_step=step_of(last) + 1 if last else 0)
+        self._tags: set[str] = set()
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Write points, and the layout of the charts for which there are some, again when there are more. TensorBoard
+        shows the last layout of a run, and merges the layouts of all runs."""
+        super().log_metrics(metrics, step)
+        before, self._tags = self._tags, {*self._tags, *metrics}
+        if (layout := charts(self._tags)) != charts(before):
+            self.experiment.add_custom_scalars(layout)
 
     def log_image(self, key: str, images: list[np.ndarray], step: int) -> None:
         """Write pictures of uint8 [Y, X, C], as Lightning's logger of Weights & Biases does."""
@@ -111,54 +126,9 @@ class TensorBoard(TensorBoardLogger):
         """Write the distribution of numbers."""
         self.experiment.add_histogram(name, value_N, step)
 
-    def rewind(self, step: int) -> None:
-        """Hide events after ``step``; to be called before anything is logged.
-
-        TensorBoard reads event files by the time in their names. Where the clock was ahead, or a part of a run began in
-        this second, the earlier files are named again, in their order.
-        """
-        files = sorted(Path(self.log_dir).glob("events.out.tfevents.*"))
-        if files and int(files[-1].name.split(".")[3]) >= int(time.time()):
-            for number, file in enumerate(files):
-                _, _, _, _, rest = file.name.split(".", 4)
-                file.rename(file.with_name(f"events.out.tfevents.{number:010d}.{rest}"))
-        hide_after(self, step)
-
-
-class Charts(lightning.Callback):
-    """Write the layout of the charts for which the run has data, again when there is more. TensorBoard shows the last
-    layout of a run, and merges the layouts of all runs."""
-
-    def __init__(self) -> None:
-        self._logged: set[str] = set()
-
-    def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
-        """Write after the first metrics were logged."""
-        self._write(trainer)
-
-    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Write after the metrics of a validation were logged."""
-        self._write(trainer)
-
-    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Write after the last step."""
-        self._write(trainer)
-
-    def _write(self, trainer: lightning.Trainer) -> None:
-        before, self._logged = self._logged, {*trainer.logged_metrics, *self._logged}
-        layout = charts(self._logged)
-        if layout != charts(before):
-            for logger in _boards(trainer):
-                logger.experiment.add_custom_scalars(layout)
-
 
 class Hyperparameters(lightning.Callback):
-    """Write the HPARAMS record when training starts; TensorBoard keeps the first one of a run. Other loggers get the
-    values alone.
-
-    The tab takes its columns from the record of a single run, the first that it meets. Columns that this record marks
-    as different (`FIRST`) come first. So all runs have the same record. Metrics are named in it without a value:
-    a run without the metric leaves its cell empty.
+    """Write the hyper-parameters when training starts; of the HPARAMS record, TensorBoard keeps the first one of a run.
 
     Args:
         config: the composed configuration, plain containers.
@@ -171,14 +141,11 @@ class Hyperparameters(lightning.Callback):
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Write all hyper-parameters, and the names of all metrics."""
-        mine = _boards(trainer)
-        for logger in mine:
-            logger.hparams.update(self.values)  # for hparams.yaml
-            for record in records(self.values, FIRST, METRICS):
-                logger.experiment._get_file_writer().add_summary(record)  # as Lightning does it
-        for logger in trainer.loggers:
-            if logger not in mine and trainer.is_global_zero:
-                logger.log_hyperparams(self.values)
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            logger.log_hyperparams(self.values)
+        for logger in _boards(trainer):
+            for record in records(self.values):
+                logger.experiment.file_writer.add_summary(record)
 
 
 def charts(tags: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
@@ -195,19 +162,20 @@ def charts(tags: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
     return {tab: of for tab, of in layout.items() if of}
 
 
-def records(values: Mapping[str, Any], first: Iterable[str], metrics: Iterable[str]) -> list[Any]:
-    """Return the protobufs that the HPARAMS tab reads of a run: its columns and values.
+def records(values: Mapping[str, Any]) -> list[Any]:
+    """Return what the HPARAMS tab reads of a run: its columns and values, as torch's ``add_hparams`` writes them.
 
-    Columns in ``first`` are marked as different among runs. No scalar is written, whereas ``add_hparams`` and
-    Lightning's ``log_hyperparams`` write a scalar for every metric.
+    The tab takes its columns from the record of a single run, the first that it meets. So all runs have the same, with
+    the columns in ``FIRST`` marked as different among runs: the others follow these. Metrics have no value in it, and a
+    run without the metric leaves its cell empty. Lightning's ``log_hyperparams(values, metrics)`` marks no column, and
+    writes a point for every metric.
     """
-    columns, start, end = hparams(dict(values), dict.fromkeys(metrics))
-    content = columns.value[0].metadata.plugin_data.content
-    experiment = metadata.parse_experiment_plugin_data(content)
-    for info in experiment.hparam_infos:
-        info.differs = info.name in first
-    marked = metadata.create_summary_metadata(HParamsPluginData(experiment=experiment))
-    columns.value[0].metadata.CopyFrom(marked)
+    columns, start, end = hparams(dict(values), dict.fromkeys(METRICS))
+    plugin = columns.value[0].metadata.plugin_data
+    content = HParamsPluginData.FromString(plugin.content)
+    for info in content.experiment.hparam_infos:
+        info.differs = info.name in FIRST
+    plugin.content = content.SerializeToString()
     return [columns, start, end]
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import lightning
 import torch
-from torch import Tensor
 
 from gsm.training.distributed.ranks import sharing
 from gsm.training.resume import ends_interval
@@ -22,14 +21,12 @@ class Throughput(lightning.Callback):
     Attributes:
         tokens: positions that this run has trained on, summed over ranks and over resumed parts.
         seconds: time that took, in seconds.
-        latest: tokens per second of the last interval, None before the first has ended.
     """
 
     def __init__(self) -> None:
         self.tokens = 0
         self.seconds = 0.0
-        self.latest: float | None = None
-        self._clock: float | None = None
+        self._clock: float | None = None  # None while it stands still
         self._device = torch.device("cpu")
         self._interval = (0, 0.0)
 
@@ -49,21 +46,19 @@ class Throughput(lightning.Callback):
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the batch; at the end of an interval, logs."""
+        """Count the batch; at the end of an interval, log."""
         self.tokens += batch["tokens"].numel() * sharing(trainer)[0]
         if ends_interval(trainer):
             self._read_clock()
-            tokens, seconds = self.tokens - self._interval[0], self.seconds - self._interval[1]
-            self._interval = (self.tokens, self.seconds)
-            self.latest = tokens / seconds
-            memory = peak_memory_bytes(self._device) / 2**30
-            measured = {"train/tokens_per_second": self.latest, "train/peak_memory_gib": memory}
-            pl_module.log_dict({"train/tokens": self._total(), **measured})
+            (tokens, seconds), self._interval = self._interval, (self.tokens, self.seconds)
+            pl_module.log("train/tokens_per_second", (self.tokens - tokens) / (self.seconds - seconds))
+            pl_module.log("train/peak_memory_gib", peak_memory_bytes(self._device) / 2**30)
+            self._log_tokens(pl_module)
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Stop the clock."""
         if not ends_interval(trainer):  # the end of an interval has logged it
-            pl_module.log("train/tokens", self._total())
+            self._log_tokens(pl_module)
         self._read_clock()
         self._clock = None
 
@@ -80,18 +75,17 @@ class Throughput(lightning.Callback):
         """Go on from a checkpoint."""
         self.tokens, self.seconds = state_dict["tokens"], state_dict["seconds"]
 
-    def _total(self) -> Tensor:
-        return torch.tensor(float(self.tokens), dtype=torch.float64)  # float32 is exact to 17 million only
+    def _log_tokens(self, pl_module: lightning.LightningModule) -> None:
+        # float32 is exact to 17 million only
+        pl_module.log("train/tokens", torch.tensor(float(self.tokens), dtype=torch.float64))
 
     def _read_clock(self) -> None:
         """Add the time since the last reading; on a GPU, after its queue has run dry."""
-        if self._clock is None:
-            return
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        now = time.perf_counter()
-        self.seconds += now - self._clock
-        self._clock = now
+        if self._clock is not None:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            before, self._clock = self._clock, time.perf_counter()
+            self.seconds += self._clock - before
 
 
 def peak_memory_bytes(device: torch.device) -> int:
