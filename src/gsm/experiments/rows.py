@@ -106,13 +106,14 @@ def publish(folder: Path, into: Path, metrics: Sequence[str]) -> str:
     rows = [row(run, folder.name, columns) for run in ended]
     new = [line for line in rows if line not in written]
     # A table has the mean of an arm: its seeds, and those of a tuned value, need the same settings.
-    of_arm = {_arm(line): line["settings"] for line in written if line.get("settings")}
+    of_arm = {_arm(line): line for line in written if line.get("settings")}
     for run, line in zip(ended, rows, strict=True):
-        own = str(run.summary.get("settings"))
-        if line in new and of_arm.setdefault(_arm(line), own) != own:
-            raise ConfigError(
-                f"seed {run.seed} of {run.arm} must have the settings of its arm in {path.name}, got {own}"
-            )
+        own = {**line, "settings": str(run.summary.get("settings"))}
+        first = of_arm.setdefault(_arm(line), own) if line in new else own
+        if first["settings"] != own["settings"]:
+            names = [name for name in SETTINGS if first.get(name) != own.get(name)] or ["settings"]
+            changes = ", ".join(f"{name} {own.get(name)} ({first.get(name)} there)" for name in names)
+            raise ConfigError(f"seed {run.seed} of {run.arm} must be trained as its arm in {path.name}, got {changes}")
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     if not (before := path.read_bytes() if path.is_file() else b""):
