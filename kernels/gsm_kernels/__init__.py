@@ -12,7 +12,7 @@ from .attend_band import attend_band
 from .attend_blocks import attend_blocks
 from .attend_range import attend_range
 from .delta_rule import delta_rule
-from .dispatch import Impl, KernelBuildError, Op, listening, using
+from .dispatch import Impl, Op, listening, using
 from .grouped_linear import grouped_linear
 from .index_top_k import candidate_pool, index_top_k
 from .indexer_kl import IndexerLoss, indexer_kl
@@ -56,7 +56,6 @@ __all__ = [
     "OPS",
     "Impl",
     "IndexerLoss",
-    "KernelBuildError",
     "Op",
     "attend",
     "attend_band",

@@ -7,8 +7,10 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 
 HOPPER = (9, 0)  # H100, H200, H800, H20 and GH200
 FENCED = (3, 7, 1)  # first Triton version with correct results on Hopper
+ASSEMBLER = "ptxas-blackwell"  # CUDA 13.1's in the wheel of Triton 3.7.1
 
 
 def scratch_elements(device: torch.device) -> int:
@@ -166,6 +169,20 @@ def unfenced_triton() -> str | None:
         f"Triton must be 3.7.1 on Hopper, got {triton_version()}, whose kernels may read shared memory before it is "
         "written; use `pip install triton==3.7.1`, or PyTorch 2.13, which brings it"
     )
+
+
+def choose_assembler() -> None:
+    """Let Triton assemble by CUDA 13.1, which lies in its own wheel, where PyTorch's CUDA 13 shows that the driver runs
+    such code. TRITON_PTXAS_PATH goes first.
+
+    The assembler of CUDA 12.8, Triton's default on Hopper, lets some products read a register that nothing has written
+    (triton-lang/triton#11366).
+    """
+    import triton
+
+    newer = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin" / ASSEMBLER
+    if int((torch.version.cuda or "0").partition(".")[0]) >= 13 and newer.is_file():
+        os.environ.setdefault("TRITON_PTXAS_PATH", str(newer))
 
 
 def version(distribution: str) -> str | None:

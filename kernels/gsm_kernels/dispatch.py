@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,10 +32,6 @@ from .device import full_precision
 
 CHOICES = ("auto", "reference", "triton", "numba", "sdpa", "xformers", "chunked", "fla", "flash", "grouped_mm")
 REMEMBERED = 256  # cached checks per operation; a growing bank needs new ones all the time
-
-
-class KernelBuildError(RuntimeError):
-    """The kernel of an implementation could not be built; nothing has been computed yet."""
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -49,8 +44,7 @@ class Impl:
 
     Attributes:
         name: "reference", "triton", ...
-        fn: the callable; it takes the operation's arguments, or its `Inputs`. If it raises `KernelBuildError`, it is
-            not tried again.
+        fn: the callable; it takes the operation's arguments, or its `Inputs`.
         refuses: takes the same arguments; returns the reason why it cannot take this call, or None.
         missing: takes nothing; returns the reason why it can take no call on this machine, or None.
         narrow: the calls that it is for, if these are few; it is then neither forced nor named by `explain`.
@@ -75,7 +69,6 @@ class Op:
         check: takes the same arguments as implementations; raises ValueError if shapes do not fit. A check of `Inputs`
             may depend only on shapes and numbers, because its result is cached.
         doc: the docstring.
-        retired: by implementation, the reason why a kernel could not be built.
     """
 
     name: str
@@ -84,7 +77,6 @@ class Op:
     inputs: Callable[..., Any] | None = None
     check: Callable[..., None] = _nothing
     doc: str | None = None
-    retired: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.__doc__ = self.doc
@@ -93,7 +85,6 @@ class Op:
         self._checked: set[Hashable] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = args, kwargs
         if self.inputs is None:
             first = args[0] if args else next(iter(kwargs.values()))
             self.check(*args, **kwargs)
@@ -102,12 +93,8 @@ class Op:
             args, kwargs, first = (inputs,), {}, inputs[0]
             self._check_once(inputs)
         impl = self._choose(*args, **kwargs)
-        try:
-            with full_precision(first):
-                result = impl.fn(*args, **kwargs)
-        except KernelBuildError as error:
-            self._retire(impl, error)
-            return self(*arguments[0], **arguments[1])
+        with full_precision(first):
+            result = impl.fn(*args, **kwargs)
         if _heard is not None:
             _heard.append((self.name, impl.name))
         return result
@@ -140,10 +127,10 @@ class Op:
     def _choose(self, *args: Any, **kwargs: Any) -> Impl:
         choice = self._choice
         for impl in self.impls:  # runs a hundred times per decoded token, so the cached `missing` comes first
-            offered = (choice == "auto" or choice == impl.name) and impl.name not in self.retired
+            offered = choice == "auto" or choice == impl.name
             if offered and impl.missing() is None and impl.refuses(*args, **kwargs) is None:
                 return impl
-        reasons = [self._absence(impl) or impl.refuses(*args, **kwargs) for impl in self.impls if impl.name == _forced]
+        reasons = [impl.missing() or impl.refuses(*args, **kwargs) for impl in self.impls if impl.name == _forced]
         raise RuntimeError(_cannot_force(self.name, "; ".join(filter(None, reasons))))
 
     def explain(self) -> tuple[str, str]:
@@ -154,7 +141,7 @@ class Op:
         if not self.fast:
             reason = "no Triton kernel yet"
             return ("none", _cannot_force(self.name)) if _forced == "triton" else ("reference", reason)
-        absent = {impl.name: self._absence(impl) or _elsewhere(impl) for impl in self.fast}
+        absent = {impl.name: impl.missing() or _elsewhere(impl) for impl in self.fast}
         reasons = "; ".join(f"{name}: {reason}" for name, reason in absent.items() if reason)
         for impl in self.fast:
             if self._choice in ("auto", impl.name) and absent[impl.name] is None:
@@ -167,16 +154,6 @@ class Op:
         if _forced in ("auto", "reference", "triton"):
             return _forced
         return _forced if any(impl.name == _forced and not impl.narrow for impl in self.impls) else "auto"
-
-    def _absence(self, impl: Impl) -> str | None:
-        """Return why an implementation can take no call in this process, or None."""
-        return self.retired.get(impl.name) or impl.missing()
-
-    def _retire(self, impl: Impl, error: KernelBuildError) -> None:
-        self.retired[impl.name] = f"its kernel could not be built ({error})"
-        if self._choice == "auto":
-            reason = f"the {impl.name} kernel could not be built and is not tried again"
-            warnings.warn(f"{self.name}: {reason}: {error}", RuntimeWarning, stacklevel=3)
 
 
 def _elsewhere(impl: Impl) -> str | None:

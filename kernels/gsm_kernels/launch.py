@@ -13,18 +13,19 @@ import contextlib
 import functools
 import os
 import shutil
-import subprocess
 import threading
-from collections.abc import Callable, Hashable, Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .device import HOPPER, no_nvidia_gpu, triton_version, unfenced_triton
-from .dispatch import KernelBuildError, forced
+from .device import HOPPER, choose_assembler, no_nvidia_gpu, triton_version, unfenced_triton
+from .dispatch import forced
 
 OLDEST = (8, 0)  # oldest compute capability for a forced choice: the first with bfloat16 in its matrix units
+ROUND = "In the kernel {}. GSM_KERNELS=reference computes with PyTorch's operations instead."
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read once, as Triton does when a kernel is decorated
 
 Launcher = Callable[[Any, tuple[int, ...], tuple, dict[str, Any]], object]
@@ -42,8 +43,9 @@ def missing() -> str | None:
 def unready() -> str | None:
     """Return why a Hopper GPU would train without its kernels, with the remedy, or None.
 
-    The dispatch would fall back to PyTorch, which is several times slower, so a training run stops instead. None on
-    other machines, and if GSM_KERNELS forces another implementation.
+    The dispatch would choose PyTorch, which is several times slower, so a training run stops instead; it stops with
+    forced kernels of an older Triton, too, whose results depend on timing. None on other machines, and if GSM_KERNELS
+    forces another implementation.
     """
     if forced() not in ("auto", "triton") or INTERPRETED or not torch.cuda.is_available() or torch.version.hip:
         return None
@@ -88,16 +90,19 @@ def in_float32(*operands: Tensor) -> str | None:
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Run `kernel[grid](*args, **options)` on the device of its tensors. An empty grid runs nothing.
 
-    Raises:
-        KernelBuildError: if it cannot be compiled, or needs more resources than the GPU has.
+    Triton's errors are raised, with a note: a kernel that cannot be built never falls back to slow operations unseen.
     """
     # The default up to Triton 3.9, which warns if it is not set; 3.10 changes it.
     options = {"enable_fp_fusion": True, **options}
     if (hook := _hook()) is not None:
         hook(kernel, grid, args, options)
     elif all(grid):
-        with _build_errors(kernel), device_of(args):
-            kernel[grid](*args, **options)
+        with device_of(args):
+            try:
+                kernel[grid](*args, **options)
+            except Exception as error:
+                error.add_note(ROUND.format(kernel.__name__))
+                raise
 
 
 def cdiv(number: int, size: int) -> int:
@@ -108,19 +113,6 @@ def cdiv(number: int, size: int) -> int:
 def power_of_two(number: int, least: int = 1) -> int:
     """Return the smallest power of two that is at least `number` and at least `least`, itself a power of two."""
     return max(least, 1 << max(number - 1, 0).bit_length())
-
-
-def build_once(key: Hashable, run: Callable[[], Any]) -> None:
-    """Compile all kernels that `run` would launch, once per key, without launching them.
-
-    It does nothing with the interpreter, which compiles nothing, nor inside `launching`, where backward is seen when it
-    runs.
-    """
-    if INTERPRETED or _hook() is not None or key in _built:
-        return
-    with launching(lambda kernel, _, args, options: compiled(kernel, args, options)), torch.no_grad():
-        run()
-    _built.add(key)
 
 
 @contextlib.contextmanager
@@ -156,33 +148,11 @@ def _hook() -> Launcher | None:
 
 
 def compiled(kernel: Any, args: tuple, options: dict[str, Any]) -> Any:
-    """Return the kernel that Triton compiles for a launch, loaded: `n_regs` and `n_spills` count its registers.
-
-    Raises:
-        KernelBuildError: if it cannot be compiled, or needs more resources than the GPU has.
-    """
-    with _build_errors(kernel), device_of(args):
+    """Return the kernel that Triton compiles for a launch, loaded: `n_regs` and `n_spills` count its registers."""
+    with device_of(args):
         built = kernel.warmup(*args, grid=(1,), **options)
         _ = built.run  # loads it, which fails for too much shared memory
     return built
-
-
-@contextlib.contextmanager
-def _build_errors(kernel: Any) -> Iterator[None]:
-    """Raise KernelBuildError, after which the dispatch falls back, for every error of a build.
-
-    These are Triton's own errors, a missing assembler, C compiler or Python header, and a failed compiler pass, which
-    is a RuntimeError. An error of a running kernel is a RuntimeError too, and is raised unchanged.
-    """
-    from triton.errors import TritonError
-
-    try:
-        yield
-    except (TritonError, OSError, subprocess.SubprocessError, RuntimeError) as error:
-        if isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError) or "[CUDA]" in str(error):
-            raise
-        message = f"{kernel.__name__}: {type(error).__name__}: {error}; GSM_KERNELS=reference avoids it"
-        raise KernelBuildError(message) from error
 
 
 def device_of(args: tuple) -> contextlib.AbstractContextManager[object]:
@@ -208,7 +178,10 @@ def _machine(oldest: tuple[int, int]) -> str | None:
         return refusal
     capability = torch.cuda.get_device_capability()
     if (refusal := unfenced_triton()) is not None:
-        return refusal
+        if oldest == HOPPER:
+            return refusal
+        warnings.warn(f"{refusal}. Forced kernels run all the same, for timing alone", RuntimeWarning, stacklevel=2)
+    choose_assembler()
     if capability == oldest or capability >= oldest != HOPPER:
         return None
     has, needs = (".".join(map(str, version)) for version in (capability, oldest))
@@ -217,4 +190,3 @@ def _machine(oldest: tuple[int, int]) -> str | None:
 
 
 _instead: dict[int, Launcher] = {}  # by thread
-_built: set[Hashable] = set()

@@ -2,8 +2,7 @@
 
     swiglu = register("swiglu", forward, backward=backward, learned=("gate", "up"))
 
-`torch.compile`, recomputation and the profiler then see one operator instead of launches and addresses. A backward of
-kernels is built before the first forward: if one cannot be built, the dispatch falls back before anything is computed.
+`torch.compile`, recomputation and the profiler then see one operator instead of launches and addresses.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch import Tensor
 from .device import full_precision, once
 from .inputs import keep, kept, learns, schema
 from .inverse import keeping
-from .launch import build_once
 
 Function = Callable[..., Any]
 _thread = threading.local()  # `note`: the function of `notes` in this thread
@@ -90,26 +88,9 @@ def register(
         learning = learns(*[arguments[place] for place in places])
         if on_cpu:
             return (op if learning or watched() else forward)(*arguments)
-        if learning and backward is not None and not torch.compiler.is_compiling():
-            build_once((name, *map(_compiled_for, arguments)), functools.partial(build, backward, *arguments))
         return op(*arguments)
 
-    def build(backward: Function, *arguments: Any) -> None:
-        outs = fake(*arguments)
-        outs = outs if isinstance(outs, tuple) else (outs,)
-        backward(*outs[:results], *outs[outputs - saved :], *arguments)
-
     return call
-
-
-def _compiled_for(argument: Any) -> Hashable:
-    """Return the properties of an argument that kernels are compiled for: its dtype, the sizes of a floating-point
-    tensor but for batch and rows, and whether its other sizes divide by 16."""
-    if not isinstance(argument, Tensor):
-        return argument
-    free = min(2, argument.ndim - 1) if argument.is_floating_point() else argument.ndim
-    by_16 = [size % 16 == 0 for size in argument.shape[:free]]
-    return argument.device, argument.dtype, *by_16, *argument.shape[free:]
 
 
 def _tensors(count: int) -> str:

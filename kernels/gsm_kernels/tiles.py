@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from .device import triton_version
-from .dispatch import KernelBuildError
 from .launch import building, compiled, device_of, launch, launching, missing
 
 PROCESSORS = 132  # multiprocessors of an H100
@@ -105,7 +104,7 @@ def spills(run: Callable[[], None]) -> float:
     try:
         with launching(lambda kernel, _, args, options: built.append(compiled(kernel, args, options))):
             run()
-    except KernelBuildError:
+    except Exception:  # Triton's own, for a tile that needs more than the GPU has; a launch raises it
         return math.inf
     return built[0].n_spills
 

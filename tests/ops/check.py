@@ -19,7 +19,7 @@ from calls import cast, gradients
 from closeness import TOLERANCE, assert_close, relative_error
 from torch import Tensor
 
-from gsm_kernels import Op, launch, listening, register, tiles, using
+from gsm_kernels import Op, launch, listening, tiles, using
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -76,7 +76,7 @@ class Launch(NamedTuple):
 
 
 def launches_of(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """Return a list to which each later launch of a module is added. Launches of `build_before` are left out."""
+    """Return a list to which each later launch of a module is added."""
     seen, plain = list[Launch](), module.launch
 
     def spy(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -86,23 +86,7 @@ def launches_of(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Lau
 
     for place in (module, tiles):
         monkeypatch.setattr(place, "launch", spy)
-    build_before(monkeypatch)
     return seen
-
-
-def build_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let operations go through their backward before their first forward, as on a GPU, without a launch. The
-    interpreter has nothing to build, so that a test would otherwise count fewer calls here than on a GPU."""
-    built = set()
-
-    def build_once(key: Any, run: Callable[[], Any]) -> None:
-        if key not in built and launch._hook() is None:
-            built.add(key)
-            with launch.launching(lambda *call: None):
-                run()
-
-    if launch.INTERPRETED:
-        monkeypatch.setattr(register, "build_once", build_once)
 
 
 def assert_agrees(op: Op, call: dict, dtype: torch.dtype = torch.float32, implementation: str = "triton") -> None:

@@ -5,11 +5,10 @@ import closeness
 import pytest
 import torch
 from calls import every_call
-from check import assert_agrees, launches_of
+from check import assert_agrees
 from closeness import APPROXIMATE, TOLERANCE, assert_close
 
-from gsm_kernels import launch, register, rms_norm
-from gsm_kernels.rms_norm import triton
+from gsm_kernels import rms_norm
 
 CALL = every_call()["rms_norm"]
 
@@ -112,19 +111,3 @@ def test_half_precision_is_judged_the_same_everywhere(on_a_gpu):
 def test_only_float32_of_a_gpu_is_approximate():
     assert not closeness.approximate(torch.ones(3))
     assert TOLERANCE[torch.float32].forward < APPROXIMATE.forward < TOLERANCE[torch.float16].forward
-
-
-@pytest.mark.skipif(not launch.INTERPRETED, reason="what was built before is not built again")
-def test_a_backward_that_is_built_before_the_first_forward_counts_as_no_launch(monkeypatch):
-    """Tests that counted it failed on a GPU alone, where it is built."""
-    launched, gone_through = launches_of(triton, monkeypatch), []
-    build_once = register.build_once
-
-    def count(key, run):
-        build_once(key, lambda: (gone_through.append(len(launched)), run()))
-
-    monkeypatch.setattr(register, "build_once", count)
-    for _ in range(2):
-        assert_agrees(rms_norm, CALL)
-    assert gone_through == [0], "once, before anything is launched"
-    assert [one.kernel for one in launched] == 2 * ["forward", "backward"]

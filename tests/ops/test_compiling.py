@@ -12,9 +12,10 @@ from pathlib import Path
 import hazards
 import pytest
 import torch
+from small import mostly_nightly
 
 import gsm_kernels
-from gsm_kernels import launch, using
+from gsm_kernels import device, launch, using
 
 MOST_SHARED = 227 << 10  # bytes that a program can have
 MOST_SPILLED = 168  # bytes that a thread of the query's gradient spills with 64 heads; more costs time
@@ -26,6 +27,7 @@ TILED = {  # kernels of such a step that have a second candidate for their tile
     **{"attend.forward": 2, "index_top_k.best_of_groups": 1, "mhc.forward": 1, "mhc.products": 1},
     "mhc.stream_gradients": 1,
 }
+ASSEMBLERS = ("ptxas", device.ASSEMBLER)  # of CUDA 12.8 and 13.1, in Triton's wheel
 SIZES = ("nano", "tiny", "0p5b", "1p5b")  # 8b_a1p5b has the widths of 1p5b
 
 
@@ -45,9 +47,10 @@ def test_every_kernel_of_a_shipped_size_compiles(size, name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_no_product_of_attention_races_with_its_operands(tmp_path):
+@pytest.mark.parametrize("assembler", mostly_nightly(ASSEMBLERS, device.ASSEMBLER))
+def test_no_product_of_attention_races_with_its_operands(assembler, tmp_path):
     """With Triton 3.6.0 two of these kernels of three lack the fence; see `hazards` for the other two faults."""
-    rows = compiled(tmp_path, "1p5b", "gsm", "attend", "index_top_k")
+    rows = compiled(tmp_path, "1p5b", "gsm", "attend", "index_top_k", assembler=assembler)
     assert sum(row["wgmma"] for row in rows) > 50 and sum(row["from_registers"] for row in rows) > 30
     assert not racing(rows)
     assert max(row["stack"] for row in rows) <= MOST_SPILLED
@@ -66,10 +69,11 @@ def test_a_step_of_training_compiles_few_kernels_and_other_batches_add_none(tmp_
 
 
 @pytest.mark.slow
-def test_a_kernel_that_is_compiled_wrongly_is_seen(tmp_path):
-    """The assembler of Triton 3.7.1 lets it read a register that nothing writes (triton-lang/triton#11366)."""
-    (row,) = compiled(tmp_path, "control")
-    assert row["unwritten"] and row["wgmma"]
+@pytest.mark.parametrize(("assembler", "wrong"), [(ASSEMBLERS[0], True), (ASSEMBLERS[1], False)])
+def test_a_kernel_that_is_compiled_wrongly_is_seen(assembler, wrong, tmp_path):
+    """CUDA 12.8 lets it read a register that nothing writes (triton-lang/triton#11366), CUDA 13.1 does not."""
+    (row,) = compiled(tmp_path, "control", assembler=assembler)
+    assert bool(row["unwritten"]) == wrong and row["wgmma"]
 
 
 def racing(rows: list[dict]) -> list[dict]:
@@ -123,13 +127,18 @@ def test_a_descriptor_from_a_register_that_one_path_leaves_unwritten_is_seen():
     assert ["UR11" in line for line in hazards.unwritten(skipped)] == [True]
 
 
-def compiled(folder: Path, *words: str) -> list[dict]:
-    """Run the script in a process that compiles and does not interpret."""
-    pytest.importorskip("triton")
+def compiled(folder: Path, *words: str, assembler: str = device.ASSEMBLER) -> list[dict]:
+    """Run the script in a process that compiles and does not interpret, with one of Triton's assemblers."""
+    triton = pytest.importorskip("triton")
+    assembler = str(Path(triton.__file__).parent / "backends/nvidia/bin" / assembler)
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, str(Path(__file__).with_name("compiling.py")), *words]
     done = subprocess.run(
-        command, env=environment | {"TRITON_CACHE_DIR": str(folder)}, text=True, check=True, stdout=subprocess.PIPE
+        command,
+        env=environment | {"TRITON_CACHE_DIR": str(folder), "TRITON_PTXAS_PATH": assembler},
+        text=True,
+        check=True,
+        stdout=subprocess.PIPE,
     )
     return [json.loads(line) for line in done.stdout.splitlines()]
 

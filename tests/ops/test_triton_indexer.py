@@ -5,7 +5,6 @@ import torch
 from calls import cast, integral, scoring, selection
 from check import (
     assert_agrees,
-    build_before,
     gradients,
     to_device,
     with_reference,
@@ -140,7 +139,6 @@ def times_sorted(monkeypatch) -> list[int]:
 
 def test_a_selection_is_sorted_once_for_all_who_read_it(monkeypatch):
     """Again where its numbers have changed, and nothing is kept of what they were."""
-    build_before(monkeypatch)
     call = to_device(cast(scoring(rows=5), torch.float32))
     gradients(with_triton(score_slots), call)  # what is built ahead of it sorts, too, and nobody reads that
     inverse.forget()

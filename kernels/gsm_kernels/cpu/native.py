@@ -16,7 +16,6 @@ import hashlib
 import importlib
 import importlib.util
 import os
-import re
 import tempfile
 import threading
 from collections.abc import Callable
@@ -27,14 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch import KernelBuildError
+from ..launch import ROUND
 from ..register import take_note
 from .threads import share
 
 HERE = Path(__file__).parent
 _decorating = threading.Lock()  # Numba's setting of the cache folder is global
-
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # escape sequences for colours and bold
 
 
 def missing() -> str | None:
@@ -153,17 +150,11 @@ def run(loop: Callable[..., None], items: int, *arguments: Tensor | float, least
         items: number of items.
         arguments: numbers, and contiguous tensors, which the loop gets as addresses.
         least: smallest number of items per OpenMP thread; a thread's items begin at a multiple of it.
-
-    Raises:
-        KernelBuildError: if Numba cannot compile it.
     """
     words = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
     try:
         share(loop, items, words, least)
     except Exception as error:
-        if type(error).__module__.partition(".")[0] != "numba":
-            raise
-        first = str(error).strip().partition("\n")[0]
-        first = COLOUR.sub("", first)  # Numba writes in bold if colorama is installed
-        raise KernelBuildError(f"{type(error).__name__}: {first}; GSM_KERNELS=reference avoids it") from error
+        error.add_note(ROUND.format(loop.__name__))
+        raise
     take_note(functools.partial(share, loop, items, words, least), arguments)
