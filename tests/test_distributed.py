@@ -15,6 +15,7 @@ import torch
 import yaml
 from short_runs import arguments
 from small import SHALLOW, assert_same, build
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from gsm import checkpoint
@@ -103,6 +104,50 @@ def test_two_processes_with_shares_are_one_and_what_they_save_in_parts_one_reads
     for name, parameter in model.named_parameters():
         assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape, name
     assert {float(state["step"]) for state in optimizer.state.values()} == {2.0}
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives inside the block, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func.overloadpacket.__name__
+            self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_collectives(strategy: str, folder: Path) -> None:
+    """On a rank: a step of one batch and a step of four, and the collectives and gradients of each."""
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    for count in (1, 4):
+        kept = ranks.Gradients()
+        task, trainer = ranks.task_of(MOE), ranks.trainer_of(strategy, 1, kept)
+        trainer.accumulate_grad_batches = count
+        with Collectives() as counted:
+            trainer.fit(task, DataLoader(ranks.batches(world, rank, count), batch_size=None))
+        if rank == 0:
+            torch.save({"collectives": counted.counts, "gradients": kept.first}, folder / f"{strategy}-{count}.pt")
+
+
+@pytest.mark.slow
+def test_gradients_are_averaged_once_a_step(processes: Any, tmp_path: Path):
+    """Once they were after each of its batches: three of four times for nothing."""
+    assert ranks.together(processes, 1, count_collectives, "auto", tmp_path) == [0]
+    assert ranks.together(processes, 2, count_collectives, "fsdp", tmp_path) == [0, 0]
+    one, four, alone = (
+        torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("fsdp-1", "fsdp-4", "auto-4")
+    )
+    reduced = [
+        sum(number for name, number in found["collectives"].items() if "reduce_scatter" in name)
+        for found in (one, four)
+    ]
+    assert reduced[0] == reduced[1] > 0
+    for name, gradient in alone["gradients"].items():
+        assert_same(four["gradients"][name], gradient, name, 1e-9)
 
 
 OTHERWISE: dict[str, dict[str, Any]] = {

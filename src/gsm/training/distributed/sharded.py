@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +13,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
@@ -34,8 +35,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Sharded(ModelParallelStrategy):
     """Divide a model among all ranks, and save it together.
 
-    A block's weights are gathered when its forward or backward begins, and given back when it ends; gradients are
-    averaged and divided at once. Experts lie in their block and are divided like everything else: every rank computes
+    A block's weights are gathered when its forward or backward begins, and given back when it ends. Gradients are
+    averaged and divided in the last backward of a step; until then each rank keeps whole ones of its own. Experts lie in their block and are divided like everything else: every rank computes
     all of them, on its own rows. With ``experts`` N, each of N neighbouring ranks has an N-th of the experts, and rows
     travel to them. Ranks with the same experts divide the weights of these among themselves.
 
@@ -75,6 +76,7 @@ class Sharded(ModelParallelStrategy):
         )
         self.reshard_after_forward, self.context = reshard_after_forward, context
         self.experts = experts
+        self._divided: FSDPModule | None = None
         self._context: Context | None = None
         self._group: Any = None  # of the hosts: no GPU is waited for
 
@@ -108,7 +110,17 @@ class Sharded(ModelParallelStrategy):
         for part in model.modules():
             if isinstance(part, Block | Stage):
                 fully_shard(part, reshard_after_forward=self.reshard_after_forward, **options)
-        fully_shard(model, **options)
+        self._divided = fully_shard(model, **options)
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Generator[None]:
+        """Average no gradients inside the block: Lightning's, for all batches of a step but the last."""
+        assert self._divided is not None, "`shard` has divided the model"
+        self._divided.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._divided.set_requires_gradient_sync(True)
 
     def _share_experts(self, model: LanguageModel) -> None:
         """Give each rank its share of the experts of every layer. Ranks with the same experts divide them further.
