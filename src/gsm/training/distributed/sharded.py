@@ -48,8 +48,9 @@ class Sharded(ModelParallelStrategy):
     Args:
         gathered: dtype in which the weights of blocks travel and are used. None: as they are stored, float32, with the
             arithmetic of one device. ``bfloat16`` halves the traffic; then norms, routers and mixing coefficients of
-            the streams, which compute in float32, have rounded weights too.
-        reduced: dtype in which gradients are averaged; None: their own.
+            the streams, which compute in float32, have rounded weights too. ``auto``: bfloat16 with
+            trainer.precision=bf16-mixed, else None.
+        reduced: dtype in which gradients are summed over a step's batches and averaged; None: their own.
         reshard_after_forward: give a block's weights back between its forward and its backward. If false, they are
             gathered once instead of twice, and all stay in memory during the step.
         process_group_backend: None: Lightning chooses it for the device.
@@ -59,7 +60,7 @@ class Sharded(ModelParallelStrategy):
 
     def __init__(
         self,
-        gathered: Literal["float32", "bfloat16"] | None = None,
+        gathered: Literal["auto", "float32", "bfloat16"] | None = None,
         reduced: Literal["float32", "bfloat16"] | None = None,
         reshard_after_forward: bool = True,
         process_group_backend: str | None = None,
@@ -68,12 +69,10 @@ class Sharded(ModelParallelStrategy):
     ) -> None:
         within(1, experts=experts, context=context)
         for name, value in (("gathered", gathered), ("reduced", reduced)):
-            if value not in (None, *DTYPES):
+            if value not in (None, *DTYPES) and (name, value) != ("gathered", "auto"):
                 raise ValueError(f"{name} must be null, float32 or bfloat16, got {value}")
         super().__init__(process_group_backend=process_group_backend)
-        self.policy = MixedPrecisionPolicy(
-            param_dtype=gathered and DTYPES[gathered], reduce_dtype=reduced and DTYPES[reduced]
-        )
+        self.gathered, self.reduced = gathered, reduced
         self.reshard_after_forward, self.context = reshard_after_forward, context
         self.experts = experts
         self._divided: FSDPModule | None = None
@@ -96,6 +95,15 @@ class Sharded(ModelParallelStrategy):
 
             self._context = Context(self.device_mesh["tensor_parallel"].get_group())
         return self._context
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        """The dtypes of weights and gradients on their way."""
+        half = "bfloat16" if self.precision_plugin.precision == "bf16-mixed" else None
+        gathered = half if self.gathered == "auto" else self.gathered
+        return MixedPrecisionPolicy(
+            param_dtype=gathered and DTYPES[gathered], reduce_dtype=self.reduced and DTYPES[self.reduced]
+        )
 
     def shard(self, model: LanguageModel) -> None:
         """Divide the parameters of every block and stage, and all others together; a second call does nothing."""
