@@ -77,7 +77,7 @@ def test_context_changes_the_loss_only_if_documents_are_not_isolated():
 
 
 def measured(lengths: list[int], cut: dict[str, Any], file: Path | None = None, **options: Any) -> Measured:
-    found = Measured.opened(file, {"windows": len(next(iter(cut.values())))})
+    found = Measured.begun(file, {"windows": len(next(iter(cut.values())))})
     Lengths(lengths=lengths).measure(small.build("gsm"), cut, found, **options)
     return found
 
