@@ -153,5 +153,8 @@ def test_a_difference_is_over_the_seeds_and_units_of_both():
     assert grid[0] == ["minus a, with 95 % interval", "b"] and grid[1][1].startswith("+66.67 [") and grid[2][1] == "-"
     assert minus("", by_arm([run("a", 0, [1])]), {"all": {}}, ["question"]) == []
     assert minus("", by_arm([run("a", 0, [1]), run("b", 1, [1])]), {"all": {}}, ["question"])[0][1] == ["all", "-"]
-    with pytest.raises(ConfigError, match="question"):
-        minus("", by_arm([run("a", 0, [1]), run("b", 0, [1, 1, 1])]), {"all": {}}, ["question"])
+    for strata in ([], ["task"]):
+        for fewer, more in (("a", "b"), ("b", "a")):
+            arms = by_arm(sorted([run(fewer, 0, [1]), run(more, 0, [1, 1, 1])], key=lambda one: one.run["arm"]))
+            with pytest.raises(ConfigError, match="question"):
+                minus("", arms, {"all": {}}, ["question"], strata)

@@ -279,8 +279,8 @@ def difference(
 ) -> Interval:
     """Return the second minus the first of two lists of runs on the same units. Raises ConfigError for others."""
     scores = [_scores(runs, unit, strata) for runs in (first, second)]
-    for name, units in scores[0].items():
-        if units.keys() != scores[1].get(name, {}).keys():
+    for name in {**scores[0], **scores[1]}:
+        if scores[0].get(name, {}).keys() != scores[1].get(name, {}).keys():
             raise ConfigError(f"{', '.join(unit)} must be the same for arms side by side, got others in {name}")
     return over_questions(*({str(name): list(units.values()) for name, units in each.items()} for each in scores))
 
