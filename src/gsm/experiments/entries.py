@@ -75,6 +75,8 @@ def read_keys(config: Mapping[str, Any], above: str = "") -> Keys:
 def read_arms(arms: Mapping[str, list[str] | None]) -> dict[str, list[str]]:
     """Return the arms of an experiment, without those that are null. Raises ConfigError."""
     kept = {name: overrides for name, overrides in arms.items() if overrides is not None}
+    if not kept:
+        raise ConfigError(f"arms must have one that is not null, got {', '.join(arms)}")
     for name, overrides in kept.items():
         _check_name("arms", name)
         check_overrides(f"arms.{name}", overrides, NOT_FOR_ARMS)
