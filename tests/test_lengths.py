@@ -127,7 +127,7 @@ def test_an_interrupted_evaluation_goes_on_and_ends_with_the_same_numbers(tmp_pa
 
 def test_windows_of_another_tokenizer_are_not_set_side_by_side(tmp_path: Path):
     runs = [Measured({"questions": {"text": {"tokenizer": name}}}, {"checkpoint": name}) for name in ("a", "b")]
-    with pytest.raises(ConfigError, match="tokenizer"):
+    with pytest.raises(ConfigError, match=r"^questions .*text\.tokenizer"):
         Lengths(lengths=[4]).conclude(runs, tmp_path / "lengths")
 
 
