@@ -94,6 +94,14 @@ def test_the_mean_is_over_targets_and_its_interval_over_windows():
     )
 
 
+def test_a_window_without_a_scored_target_is_refused():
+    """Its mean divided by 0, or its interval was not a number."""
+    cut = windows(2)
+    cut[1]["targets"][-2:] = -100
+    with pytest.raises(ConfigError, match="^scored .*2$"):
+        Lengths(lengths=[SCORED], scored=2).measure(small.build("gsm"), {"isolated": cut}, Measured({}))
+
+
 def test_an_interval_is_that_of_resampled_means():
     draw = torch.Generator().manual_seed(0)
     sums, weights = torch.rand(16, generator=draw) * 100, torch.randint(50, 60, (16,), generator=draw)
