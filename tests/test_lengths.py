@@ -77,7 +77,7 @@ def test_context_changes_the_loss_only_if_documents_are_not_isolated():
 
 
 def measured(lengths: list[int], cut: dict[str, Any], file: Path | None = None, **options: Any) -> Measured:
-    found = Measured.opened(file, {"windows": len(next(iter(cut.values())))})
+    found = Measured.begun(file, {"windows": len(next(iter(cut.values())))})
     Lengths(lengths=lengths).measure(small.build("gsm"), cut, found, **options)
     return found
 
@@ -92,6 +92,14 @@ def test_the_mean_is_over_targets_and_its_interval_over_windows():
     assert Lengths(lengths=[SCORED, LONG], documents=["isolated"]).metrics(found)[f"isolated/{LONG}"] == pytest.approx(
         math.exp(middle)
     )
+
+
+def test_a_window_without_a_scored_target_is_refused():
+    """Its mean divided by 0, or its interval was not a number."""
+    cut = windows(2)
+    cut[1]["targets"][-2:] = -100
+    with pytest.raises(ConfigError, match="^scored .*2$"):
+        Lengths(lengths=[SCORED], scored=2).measure(small.build("gsm"), {"isolated": cut}, Measured({}))
 
 
 def test_an_interval_is_that_of_resampled_means():
@@ -127,7 +135,7 @@ def test_an_interrupted_evaluation_goes_on_and_ends_with_the_same_numbers(tmp_pa
 
 def test_windows_of_another_tokenizer_are_not_set_side_by_side(tmp_path: Path):
     runs = [Measured({"questions": {"text": {"tokenizer": name}}}, {"checkpoint": name}) for name in ("a", "b")]
-    with pytest.raises(ConfigError, match="tokenizer"):
+    with pytest.raises(ConfigError, match=r"^questions .*text\.tokenizer"):
         Lengths(lengths=[4]).conclude(runs, tmp_path / "lengths")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from gsm.evaluation.records import Measured, by_arm, mean, minus, over_arms, piv
 
 def squares(numbers: range, file: Path | None, progress: Any = silent, **settings: Any) -> tuple[Measured, list[int]]:
     """The squares of numbers, and the numbers that were computed now."""
-    found, computed = Measured.opened(file, {"of": "squares", **settings}), []
+    found, computed = Measured.begun(file, {"of": "squares", **settings}), []
 
     def compute(part: dict[str, int]) -> list[dict[str, Any]]:
         computed.append(part["number"])
@@ -56,18 +57,51 @@ def test_other_settings_have_records_of_their_own_in_the_same_file(tmp_path: Pat
 
 def test_a_measure_that_fails_leaves_its_file_as_it_was(tmp_path: Path):
     squares(range(2), tmp_path / "a.jsonl")
-    found = Measured.opened(tmp_path / "a.jsonl", {"of": "squares"})
+    found = Measured.begun(tmp_path / "a.jsonl", {"of": "squares"})
     before = (tmp_path / "a.jsonl").read_bytes()
     with pytest.raises(ZeroDivisionError):
         found.fill([{"number": 5}], lambda part: [{"value": 1 / 0}])
     assert (tmp_path / "a.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("line", ["x", "[1]", '{"value": 1}'])
+@pytest.mark.parametrize("settings", [{}, {"digits": 1}])
+def test_two_measures_of_one_file_wait_for_each_other(tmp_path: Path, settings: dict[str, int]):
+    file = tmp_path / "a.jsonl"
+    other = threading.Thread(target=squares, args=(range(4), file), kwargs=settings)
+
+    def while_the_other_begins(parts: list[Any], count: int, note: str) -> Iterator[Any]:
+        for number, part in enumerate(parts):
+            if number == 1:
+                other.start()
+                other.join(0.2)
+            yield part
+
+    squares(range(4), file, while_the_other_begins)
+    other.join()
+    assert [len(one.records) for one in read(file)] == [8] * (1 + len(settings)), "each part once, below its settings"
+
+
+def test_a_part_that_is_named_twice_counts_once(tmp_path: Path):
+    found, computed = Measured.begun(tmp_path / "a.jsonl", {}), []
+    found.fill([{"number": 1}, {"number": 1}], lambda part: [{"value": len(computed) or computed.append(part) or 0}])
+    assert len(found.records) == len(computed) == 1
+
+
+@pytest.mark.parametrize("line", ["x", "[1]", '{"value": 1'])
 def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str):
-    (tmp_path / "a.jsonl").write_text(f"{line}\n\n")
-    with pytest.raises(ConfigError, match=r"a\.jsonl, line 1"):
+    squares(range(1), tmp_path / "a.jsonl")
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write(f"{line}\n\n")
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line \d"):
         read(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("text", ["x", '{"value": 1}\n', '{"value": 1}\n\n'])
+def test_the_file_of_another_program_stays_as_it_is(tmp_path: Path, text: str):
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 1"):
+        squares(range(1), tmp_path / "a.jsonl")
+    assert (tmp_path / "a.jsonl").read_text() == text
 
 
 def test_the_lines_are_those_that_other_readers_read(tmp_path: Path):
@@ -119,5 +153,8 @@ def test_a_difference_is_over_the_seeds_and_units_of_both():
     assert grid[0] == ["minus a, with 95 % interval", "b"] and grid[1][1].startswith("+66.67 [") and grid[2][1] == "-"
     assert minus("", by_arm([run("a", 0, [1])]), {"all": {}}, ["question"]) == []
     assert minus("", by_arm([run("a", 0, [1]), run("b", 1, [1])]), {"all": {}}, ["question"])[0][1] == ["all", "-"]
-    with pytest.raises(ConfigError, match="question"):
-        minus("", by_arm([run("a", 0, [1]), run("b", 0, [1, 1, 1])]), {"all": {}}, ["question"])
+    for strata in ([], ["task"]):
+        for fewer, more in (("a", "b"), ("b", "a")):
+            arms = by_arm(sorted([run(fewer, 0, [1]), run(more, 0, [1, 1, 1])], key=lambda one: one.run["arm"]))
+            with pytest.raises(ConfigError, match="question"):
+                minus("", arms, {"all": {}}, ["question"], strata)

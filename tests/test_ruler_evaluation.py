@@ -54,7 +54,7 @@ THINKS = Oracle(lambda key, value: f" told here: 99 or 10. Final answer: {value}
 
 
 def ask(model: Any, file: Path | None = None, step: int = 0, **options: Any) -> Measured:
-    measured = Measured.opened(file, {"step": step})
+    measured = Measured.begun(file, {"step": step})
     Ruler(**{"tasks": TASKS, "lengths": (400, 512), "examples": 5, **options}).measure(model, BYTES, SHORT, measured)
     return measured
 

@@ -73,3 +73,12 @@ def test_runs_side_by_side_leave_tables(tmp_path: Path, capsys: pytest.CaptureFi
     assert (tmp_path / "ruler.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="examples"):
         Ruler().conclude([first, run(4, 4, "c", examples=5)], tmp_path / "ruler")
+
+
+@pytest.mark.parametrize(("key", "value"), [("length", 1024), ("task", TASKS[1])])
+def test_runs_that_were_asked_other_lengths_or_tasks_are_not_set_side_by_side(key: str, value: Any):
+    fewer = run(4, 2)
+    fewer.records = [record for record in fewer.records if record[key] != value]
+    for runs in ([fewer, run(4, 4, "b")], [run(4, 4, "b"), fewer]):
+        with pytest.raises(ConfigError, match=rf"^ruler\.{key}s "):
+            Ruler().check(runs)

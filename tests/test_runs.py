@@ -354,3 +354,5 @@ def test_a_run_that_does_not_compose_is_named_before_anything_trains(asked: Call
 
 def test_an_experiment_leaves_out_arms_of_the_one_it_builds_on():
     assert list(read_arms({"gsm": None, "mine": []})) == ["mine"]
+    with pytest.raises(ConfigError, match="^arms .*gsm"):
+        read_arms({"gsm": None})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -24,6 +25,7 @@ from werkzeug.test import Client
 from gsm.config.compose import compose
 from gsm.evaluation.held_out import WHOLE, HeldOut
 from gsm.evaluation.records import mean
+from gsm.training.callbacks import tensorboard
 from gsm.training.callbacks.tensorboard import COLUMNS, FIRST, LAYOUT, METRICS, TensorBoard, charts
 from gsm.training.report import BOARD
 from gsm.training.run import train
@@ -253,3 +255,20 @@ def test_pictures_are_there_where_the_model_has_what_they_show(server: Client):
     reads = {"view/decoder_reads", "view/decoder_reads_by_row"}
     assert drawn == {"gsm": reads | {"view/stages_select", "view/state_is_made_of"}, "no_stages": reads}
     assert {arm_of(run): set(of_run) for run, of_run in shapes.items() if of_run} == {"gsm": distances}
+
+
+@pytest.mark.parametrize("ahead", [3600, 0])
+def test_a_run_goes_on_after_its_clock_was_ahead(tmp_path: Path, ahead: int, monkeypatch: pytest.MonkeyPatch):
+    """TensorBoard showed the first part for ever. Within one second, it reads the tenth file before the ninth."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(9))
+    now = time.time()
+    for part, clock in enumerate([now + ahead, now + ahead, now, now]):
+        monkeypatch.setattr(time, "time", lambda clock=clock: clock)
+        monkeypatch.setattr(tensorboard, "newest", lambda _, part=part: Path(f"step_{3 * part:08}") if part else None)
+        logger = TensorBoard(tmp_path)
+        for step in (3, 6):
+            logger.log_metrics({"val/loss": part + step / 10}, 3 * part + step)
+        logger.finalize("success")
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("val/loss")
+    found = [(event.step, round(event.value, 1)) for event in events]
+    assert found == [(3, 0.3), (6, 1.3), (9, 2.3), (12, 3.3), (15, 3.6)]

@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from gsm.experiments import runs as planned
 from gsm.experiments.compare import compare
 from gsm.experiments.execute import expand, train_all
 from gsm.experiments.runs import Experiment, Run
+from gsm.experiments.table import RunSummary, summarise
 from gsm.experiments.tune import Choice, Tuning, choose, combinations, read_tune
 from gsm.files import write_json
 from gsm.paths import ROOT
@@ -279,6 +281,14 @@ def test_a_key_that_is_given_is_not_tuned(asked: Callable[..., Experiment]):
     assert table.tuned == {"high": {RATE: "0.002"}}
     assert [line.split()[2] for line in table.text().splitlines()[1:3]] == ["0.007", "0.002"], "the rate that it has"
     assert "* high: tuned" in (made.folder.with_name("other") / "results.md").read_text()
+
+
+@pytest.mark.parametrize("key", ["optimizer", "/optimizer"])
+def test_an_arm_beside_a_tuned_one_shows_the_variant_that_it_has(key: str):
+    summaries = ({"status": "finished", "accuracy": 1.0, "choices": {"optimizer": name}} for name in ("muon", "adamw"))
+    runs = [RunSummary(arm, 0, Path(arm), one, settings={}) for arm, one in zip("ab", summaries, strict=True)]
+    table = replace(summarise(runs, ["accuracy"]), tuned={"a": {key: "muon"}})
+    assert [line.split()[2] for line in table.text().splitlines()] == [key, "muon", "adamw"]
 
 
 RATED = "optimizer.learning_rate=1e-3"  # what a pretended run's numbers follow from

@@ -81,7 +81,7 @@ class Trained:
         return digest(self.file)
 
     def measured(self, file: Path | None, questions: Mapping[str, Any], **model: Any) -> Measured:
-        """Return the records that a file holds of these questions to this checkpoint. Raises ConfigError.
+        """Return the beginning of a measure: these questions to this checkpoint.
 
         Args:
             file: of the records.
@@ -89,7 +89,7 @@ class Trained:
             model: further settings in which they may differ.
         """
         model |= {"checkpoint": self.digest, "precision": self.precision, "device": self.device_kind}
-        return Measured.opened(file, {"model": {**model, "versions": versions()}, "questions": questions}, self.facts)
+        return Measured.begun(file, {"model": {**model, "versions": versions()}, "questions": questions}, self.facts)
 
     @property
     def precision(self) -> str:

@@ -67,9 +67,7 @@ class Tasks(Measure):
     def require(self) -> None:
         """Raise ConfigError where lm-evaluation-harness is not installed."""
         if importlib.util.find_spec("lm_eval") is None:
-            raise ConfigError(
-                f"tasks= is not allowed because lm-evaluation-harness is not installed. Use {paths.install('eval')}."
-            )
+            raise ConfigError(f"tasks needs lm-evaluation-harness, which is not installed: {paths.install('eval')}")
 
     @cached_property
     def table(self) -> Published | None:

@@ -109,6 +109,4 @@ def _read(path: str) -> str:
     try:
         return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"prompt_file={path} is not allowed because it cannot be read: {error}. Use a file of text in UTF-8."
-        ) from error
+        raise ConfigError(f"prompt_file must be a file of text in UTF-8, got {path}: {error}") from error

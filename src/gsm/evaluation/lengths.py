@@ -262,3 +262,5 @@ def _check(windows: Sequence[Window], lengths: Sequence[int], scored: int, chunk
     short = [len(window["tokens"]) for window in windows if len(window["tokens"]) < lengths[-1]]
     if short or not windows:
         raise ConfigError(f"lengths must fit into the windows of {short or 'no'} tokens, got {list(lengths)}")
+    if not all((window["targets"][-scored:] != IGNORED).any() for window in windows):
+        raise ConfigError(f"scored must be more, as a window has no target among its last tokens, got {scored}")

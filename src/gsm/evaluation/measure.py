@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from gsm.config.check import few, unlike
+from gsm.config.check import contrast, few, flat
 from gsm.config.command_line import lacks, path_text
 from gsm.errors import ConfigError
 from gsm.evaluation.checkpoints import Trained, checkpoints, home, opened, writing
@@ -53,6 +53,7 @@ class Measure(ABC):
         place = Path(self.output or (home(files[0]) if len(files) == 1 else self.checkpoint))
         runs = []
         for trained in opened(files, self.device):
+            assert trained.saved  # read before a folder is made
             folder = place if len(files) == 1 else home(trained.file)
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -88,10 +89,10 @@ class Measure(ABC):
 
     def check(self, runs: Sequence[Measured]) -> None:
         """Raise ConfigError, which names the keys that differ, for runs that were asked different questions."""
-        first, *others = (one.settings["questions"] for one in runs)
+        first, *others = (flat(one.settings["questions"]) for one in runs)
         for one in others:
-            if one != first:
-                raise ConfigError(f"questions must be the same for runs side by side, got {few(unlike(first, one))}")
+            if changes := contrast(first, one, sorted(first.keys() | one.keys())):
+                raise ConfigError(f"questions must be the same for runs side by side, got {few(changes)}")
 
     @abstractmethod
     def tables(self, arms: Arms) -> list[Grid]:

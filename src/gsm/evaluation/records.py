@@ -10,10 +10,12 @@ mean is always ``sum(value) / sum(weight)``. A file of records has a line of JSO
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +28,7 @@ from gsm.tables import Grid
 
 Record = dict[str, Any]
 Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]  # passes this number of parts on, and may report them
+START = b'{"settings": '  # of a file
 END = "\n\n"  # of a part: an empty line, which readers of JSON lines skip
 
 
@@ -43,21 +46,17 @@ class Measured:
         run: ``checkpoint``, ``experiment``, ``arm``, ``seed`` and ``step``.
         records: those that were asked for.
         file: keeps the records; None: nothing does.
-        known: all records in the file with these settings.
     """
 
     settings: dict[str, Any]
     run: dict[str, Any] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
     file: Path | None = None
-    known: list[Record] = field(default_factory=list, repr=False)
 
     @classmethod
-    def opened(cls, file: Path | None, settings: Mapping[str, Any], run: Mapping[str, Any] | None = None) -> Measured:
-        """Return the records of a file that have these settings. Raises ConfigError."""
-        plain = json.loads(json.dumps(settings))
-        known = next((one.records for one in read(file) if one.settings == plain), []) if file else []
-        return cls(plain, dict(run or {}), [], file, known)
+    def begun(cls, file: Path | None, settings: Mapping[str, Any], run: Mapping[str, Any] | None = None) -> Measured:
+        """Return a measure without records, its settings as JSON gives them back."""
+        return cls(json.loads(json.dumps(settings)), dict(run or {}), [], file)
 
     def fill(
         self,
@@ -66,27 +65,44 @@ class Measured:
         progress: Progress = silent,
     ) -> None:
         """Measure the parts that the file does not have, add each to the file once it is done, and take the records of
-        all these parts.
+        all these parts. Another process that measures into the file waits meanwhile.
 
         Args:
-            parts: the units of computation, each the keys that its records have in common.
+            parts: the units of computation, each the keys that its records have in common; each counts once.
             compute: returns the other keys of every record of a part, one record at least.
             progress: passes on the parts that are left.
+
+        Raises:
+            ConfigError: the file holds something else.
+            OSError: it cannot be written.
         """
-        parts = list(parts)
-        keys = list(parts[0])
-        known = by(self.known, *keys)
-        left = [part for part in parts if tuple(part.values()) not in known]
-        if self.file and [one.settings for one in read(self.file)][-1:] != [self.settings]:
-            self._append([{"settings": self.settings, "commit": commit()}])
-        for part in progress(left, len(left), ""):
-            known[tuple(part.values())] = records = [{**part, **record} for record in compute(part)]
-            self._append(records)
-        self.records += [record for part in parts for record in known[tuple(part.values())]]
+        wanted = {tuple(part.values()): part for part in parts}
+        with self._alone():
+            before = read(self.file) if self.file else []
+            same = (record for one in before if one.settings == self.settings for record in one.records)
+            known = by(same, *next(iter(wanted.values())))
+            left = [part for values, part in wanted.items() if values not in known]
+            if [one.settings for one in before][-1:] != [self.settings]:
+                self._append([{"settings": self.settings, "commit": commit()}])
+            for part in progress(left, len(left), ""):
+                known[tuple(part.values())] = records = [{**part, **record} for record in compute(part)]
+                self._append(records)
+        self.records += [record for values in wanted for record in known[values]]
 
     def where(self, **keys: Any) -> list[Record]:
         """Return the records with these values."""
         return where(self.records, **keys)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other processes from the file. Raises OSError where it cannot be written."""
+        if self.file is None:
+            yield
+            return
+        with self.file.open("ab") as file:
+            with contextlib.suppress(OSError):  # some network file systems have no locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def _append(self, lines: Sequence[Record]) -> None:
         """Add a part to the file, after the last one that is complete."""
@@ -101,11 +117,14 @@ class Measured:
 def read(file: Path) -> list[Measured]:
     """Return the records of a file by their settings, those of the last command last; empty if there is no file.
 
-    A part that a killed process has begun is left out. Raises ConfigError for a line that is no record.
+    A part that a killed process has begun is left out. Raises ConfigError for a line that is no record, as in a file of
+    another program.
     """
     if not file.is_file():
         return []
     raw, found, key = file.read_bytes(), dict[str, Measured](), ""
+    if not raw.startswith(START[: len(raw)]):
+        raise ConfigError(f"{file}, line 1 must be the settings of records, got {raw[:40]!r}; use another output=")
     for number, line in enumerate(raw[: _complete(raw)].splitlines(), 1):
         try:
             record = json.loads(line or "null")
@@ -260,8 +279,8 @@ def difference(
 ) -> Interval:
     """Return the second minus the first of two lists of runs on the same units. Raises ConfigError for others."""
     scores = [_scores(runs, unit, strata) for runs in (first, second)]
-    for name, units in scores[0].items():
-        if units.keys() != scores[1].get(name, {}).keys():
+    for name in {**scores[0], **scores[1]}:
+        if scores[0].get(name, {}).keys() != scores[1].get(name, {}).keys():
             raise ConfigError(f"{', '.join(unit)} must be the same for arms side by side, got others in {name}")
     return over_questions(*({str(name): list(units.values()) for name, units in each.items()} for each in scores))
 

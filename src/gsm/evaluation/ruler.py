@@ -175,6 +175,15 @@ class Ruler(Measure):
 
         measured.fill([{"task": task, "length": length} for task in tasks for length in lengths], compute)
 
+    def check(self, runs: Sequence[Measured]) -> None:
+        """Raise ConfigError also for runs that were asked other tasks or lengths, by which their averages differ."""
+        super().check(runs)
+        for key in CELLS:
+            first, *others = (_values(one, key) for one in runs)
+            for values in others:
+                if {*values} != {*first}:
+                    raise ConfigError(f"ruler.{key}s must be the same for runs side by side, got {values} and {first}")
+
     def tables(self, arms: Arms) -> list[Grid]:
         """Return lengths by arms and tasks by arms, in percent, beside the paper's columns, then the differences."""
         asked, published = [one for seeds in arms.values() for one in seeds.values()][0], paper.tables()["ruler"]

@@ -24,6 +24,13 @@ OWN = {*SEVERAL, "name", "arm", "seed", "jobs", "table", "plan"}
 NOT_FOR_ARMS = {*OWN, "logs", "folder", "label", "experiment"}
 NOT_FOR_RUNS = {*NOT_FOR_ARMS, "runs", "start_from"}
 RESERVED = ("checkpoint", "output")  # arguments of evaluate.py that the experiment sets
+SHAPES = {  # of the keys of an experiment, in words
+    "arms": "names with lists of overrides, as {plain: [model/residual=plain]}",
+    "seeds": "a list of whole numbers, as [0,1,2], or 3 for the first three",
+    "runs": "names with keys and values, as {train: {trainer.max_steps: 9}}",
+    "tune": "keys with lists of values, as {optimizer.learning_rate: [1e-3, 2e-3]}",
+    "table": "a list of keys of summary.json, as [bits_per_byte]",
+}
 NAME = re.compile(r"[A-Za-z_][\w.+-]*")
 
 
@@ -60,13 +67,12 @@ def read_keys(config: Mapping[str, Any], above: str = "") -> Keys:
     Raises ConfigError.
     """
     keys = OmegaConf.structured(Keys)
-    for name, hint in ((one.name, one.type) for one in fields(Keys) if config.get(one.name) is not None):
+    for name in (one.name for one in fields(Keys) if config.get(one.name) is not None):
         value = list(range(config[name])) if name == "seeds" and type(config[name]) is int else config[name]
         try:
             keys = OmegaConf.merge(keys, {name: value})
         except OmegaConfBaseException as error:
-            reason = f"{str(error).splitlines()[0]}; {name} must be {hint}"
-            raise ConfigError(f"{above}{error.full_key or name}: {reason}") from error
+            raise ConfigError(f"{above}{name} must be {SHAPES[name]}, got {value!r}") from error
         if not value:
             raise ConfigError(f"{above}{name} must have an entry, got {config[name]!r}")
     return Keys(**cast(dict[str, Any], OmegaConf.to_container(keys)))
@@ -75,6 +81,8 @@ def read_keys(config: Mapping[str, Any], above: str = "") -> Keys:
 def read_arms(arms: Mapping[str, list[str] | None]) -> dict[str, list[str]]:
     """Return the arms of an experiment, without those that are null. Raises ConfigError."""
     kept = {name: overrides for name, overrides in arms.items() if overrides is not None}
+    if not kept:
+        raise ConfigError(f"arms must have one that is not null, got {', '.join(arms)}")
     for name, overrides in kept.items():
         _check_name("arms", name)
         check_overrides(f"arms.{name}", overrides, NOT_FOR_ARMS)

@@ -238,8 +238,8 @@ def _refuse_ranks() -> None:
     for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):  # torchrun's, srun's
         if os.environ.get(name, "1") != "1":
             raise ConfigError(
-                f"{name}={os.environ[name]} in the environment is not allowed because an experiment is one process, "
-                "which starts others. Use trainer.devices, or the runs that plan=true prints, one by one."
+                f"{name} must be 1 or unset for an experiment, one process that starts others, got {os.environ[name]}; "
+                "use trainer.devices, or the runs that plan=true prints, one by one"
             )
 
 

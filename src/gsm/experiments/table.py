@@ -244,7 +244,9 @@ class Table:
         for run in self.runs:
             if run.arm == arm:
                 values = {**settings(run), **mapping(run.summary.get("choices"))}
-                found |= {str(value) for name, value in values.items() if name.rpartition(": ")[2] == key}
+                found |= {
+                    str(value) for name, value in values.items() if name.rpartition(": ")[2] == key.removeprefix("/")
+                }
         return found.pop() if len(found) == 1 else "-"
 
     def empty_columns(self) -> list[str]:

@@ -47,7 +47,7 @@ class Latest(Checkpoint):
     def __init__(self, folder: str | os.PathLike[str], minutes: float = 2.0, share: float = 0.05) -> None:
         for name, value in (("minutes", minutes), ("share", share)):
             if value <= 0:
-                raise ConfigError(f"{name}={value} is not allowed because it is not positive. Use a number above 0.")
+                raise ConfigError(f"{name} must be above 0, got {value}")
         self.folder, self.minutes, self.share = Path(folder), minutes, share
         self.saved: int | None = None
         self.settled = True
@@ -130,10 +130,7 @@ class Best(Checkpoint):
             return
         if self.monitor not in trainer.callback_metrics:
             measures = sorted(name for name in trainer.callback_metrics if name.startswith("val/"))
-            raise ConfigError(
-                f"callbacks.best.monitor={self.monitor} is not allowed because no validation measures it. "
-                f"Use one of {', '.join(measures)}."
-            )
+            raise ConfigError(f"callbacks.best.monitor must be one of {', '.join(measures)}, got {self.monitor}")
         value = float(trainer.callback_metrics[self.monitor]) * (1 if self.mode == "min" else -1)
         if value < self.lowest:
             self.lowest, self.step = value, trainer.global_step

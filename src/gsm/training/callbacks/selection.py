@@ -34,10 +34,7 @@ class DenseFirst(lightning.Callback):
     def __init__(self, until: float = 0.5, shrink: float = 0.25) -> None:
         within(0, until=until, shrink=shrink)
         if until + shrink > 1:
-            raise ConfigError(
-                f"until={until} is not allowed because with shrink={shrink} it is longer than the run. "
-                f"Use {1 - shrink:g} or less."
-            )
+            raise ConfigError(f"until must be at most {1 - shrink:g} with shrink={shrink}, got {until}")
         self.until, self.shrink = until, shrink
         self._own: dict[nn.Module, int] = {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,19 @@ class TensorBoard(TensorBoardLogger):
         chosen = {"name": "", "version": "", "default_hp_metric": False, **options}
         super().__init__(str(folder), **chosen, purge_step=step_of(last) + 1 if last else 0)
         self._tags: set[str] = set()
+        self._put_first()
+
+    @rank_zero_only
+    def _put_first(self) -> None:
+        """Let TensorBoard read the earlier parts of a run first.
+
+        It reads event files by the time in their names. Where the clock was ahead, or a part began in this second, the
+        earlier files are named again, in their order.
+        """
+        files = sorted(Path(self.log_dir).glob("events.out.tfevents.*"))
+        if files and int(files[-1].name.split(".")[3]) >= int(time.time()):
+            for number, file in enumerate(files):
+                file.rename(file.with_name(f"events.out.tfevents.{number:010d}.{file.name.split('.', 4)[4]}"))
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
