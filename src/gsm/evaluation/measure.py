@@ -27,8 +27,8 @@ class Measure(ABC):
     ``__post_init__``.
 
     Args:
-        checkpoint: the folder of a run, of one of its steps, or above several runs, such as logs/<name>; or nano,
-            which comes along
+        checkpoint: the folder of a run, of one of its steps, or above several runs, such as logs/<name>; or a
+            model in the package, such as nano or needle_gsm
         device: cpu, cuda, ...; auto: a GPU if there is one
         output: the folder to write to; left out: that of the run, or above several; records lie in the run's folder
     """
