@@ -50,7 +50,8 @@ class Measure(ABC):
         if not self.checkpoint:
             raise lacks(self.script, "checkpoint")
         files = checkpoints(self.checkpoint)
-        place = Path(self.output or (home(files[0]) if len(files) == 1 else self.checkpoint))
+        above = Path(self.checkpoint) if Path(self.checkpoint).is_dir() else Path(self.checkpoint).parent
+        place = Path(self.output or (home(files[0]) if len(files) == 1 else above))
         runs = []
         for trained in opened(files, self.device):
             assert trained.saved  # read before a folder is made
