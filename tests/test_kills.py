@@ -43,6 +43,7 @@ OWN = {
     "checkpoint",
     "commit",
     "crc32",
+    "current",  # Lightning's counters of a pass over the data, which a resumed run begins anew
     "files",
     "peak_memory_bytes",
     "seconds",
