@@ -131,7 +131,9 @@ def test_a_default_name_has_the_model_and_what_changes_training():
     assert name("gsm", words, rule) == "gsm-writer_gated-optimizer.learning_rate_3e-3"
     assert name("gsm", ["model=gsm", "+callbacks.stop={_target_: a.B}"], rule) == "gsm-callbacks.stop_target_a.b"
     continued = ["start_from=/logs/default/gsm-seed0", "start_fresh=false", "trainer.max_steps=9"]
-    assert name("gsm", continued, rule) == "gsm-continues_gsm-seed0-trainer.max_steps_9"
+    assert name("gsm", continued, rule) == "gsm-trainer.max_steps_9-continues_gsm-seed0"
+    origin = f"start_from=logs/default/gsm-{'a' * 90}-seed0"
+    assert "max_steps_9" in name("gsm", [origin, "trainer.max_steps=9"], rule), "a long origin hides no other value"
     step = "start_from=logs/x/gsm-seed0/checkpoints/step_00000002"
     assert name("gsm", [step], rule) == "gsm-start_from_gsm-seed0-step_00000002"
     assert len(name("gsm", [f"model.very_long_key_{n}={n}" for n in range(20)], rule)) <= 80

@@ -20,7 +20,8 @@ from gsm.config import command_line
 from gsm.config.address import noted
 from gsm.config.check import ConfigError
 from gsm.experiments import rows
-from gsm.experiments.compare import compare
+from gsm.experiments.compare import compare, write
+from gsm.experiments.table import read_runs, summarise
 from gsm.plots import png
 from gsm.training.callbacks.metrics_file import MetricsFile, read_metrics
 from gsm.training.folder import held
@@ -337,6 +338,13 @@ def test_an_arm_without_a_curve_is_named_beside_the_picture(experiment: Path, ca
     file.write_text('{"step": 5, "val/loss": 1.5}\n')
     compare(str(experiment), axis="tokens")
     assert "not in the learning curves, as they lack val/loss by tokens: old\n" in capsys.readouterr().out
+
+
+def test_an_arm_without_runs_lacks_no_curve(experiment: Path, tmp_path: Path):
+    write_run(experiment, "old", 0, 0.5, cache_bytes=None)
+    table = summarise(read_runs(experiment), ["accuracy"], ["paper", "control", "old", "untrained"])
+    said = "\n".join(write(table, tmp_path, [experiment], x="cache_bytes", y="accuracy"))
+    assert "lack one of the two: old\n" in said and "untrained" not in said
 
 
 def test_a_figure_is_a_file_and_what_a_notebook_shows(monkeypatch: pytest.MonkeyPatch):

@@ -289,6 +289,12 @@ def test_a_folder_of_runs_becomes_one_table(
     assert "3 runs: 1 of baseline, 2 of gsm" in printed and len(summaries) == 3
 
 
+def test_the_name_of_an_arm_stands_for_all_its_seeds(runs: tuple[Path, Any]):
+    names = [step.parent.parent.name for step in checkpoints(str(runs[0] / "gsm"))]
+    assert [name.rpartition("-")[0] for name in names] == ["gsm-seed0", "gsm-seed1"]
+    assert len(checkpoints(str(runs[0] / "gsm-seed1"))) == 1
+
+
 def test_an_attempt_of_tuning_is_not_measured_with_the_runs(runs: tuple[Path, Any], tmp_path: Path):
     shutil.copytree(runs[0], tmp_path / "mine")
     tuned = tmp_path / "mine" / TUNING

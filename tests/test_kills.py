@@ -43,6 +43,7 @@ OWN = {
     "checkpoint",
     "commit",
     "crc32",
+    "current",  # Lightning's counters of a pass over the data, which a resumed run begins anew
     "files",
     "peak_memory_bytes",
     "seconds",
@@ -138,7 +139,7 @@ def files_of(home: Path) -> dict[str, Any]:
         elif path.suffix == ".json":
             contents[name] = without_own(json.loads(text_of(path, home)))
         elif path.suffix == ".jsonl":
-            contents[name] = [without_own(json.loads(line)) for line in text_of(path, home).splitlines()]
+            contents[name] = [without_own(json.loads(line)) for line in text_of(path, home).splitlines() if line]
         elif path.suffix == ".html":
             contents[name] = CLOCK.sub(b"TIME", text_of(path, home))
         else:
@@ -165,7 +166,9 @@ def difference(one: Mapping[str, Any], other: Mapping[str, Any], path: str = "")
         if isinstance(mine, dict) and isinstance(its, dict):
             places.append(difference(mine, its, f"{place}: "))
         elif not same(mine, its):
-            places.append(f"{place} ({str(mine)[:80]} for {str(its)[:80]})")
+            start = len(os.path.commonprefix([str(mine), str(its)]))
+            shown = [f"{str(value)[max(0, start - 40) : start + 80]}" for value in (mine, its)]
+            places.append(f"{place} ({shown[0]} for {shown[1]})")
     return "; ".join(filter(None, places))
 
 

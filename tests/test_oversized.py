@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,15 @@ def test_a_sketch_draws_no_random_numbers(model: str):
 def test_memory_that_runs_out_is_one_line():
     with pytest.raises(SystemExit, match="^error: out of memory [^\n]*$"), errors_as_sentences():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has")
+
+
+def test_output_without_a_reader_is_no_file():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with pytest.raises(SystemExit, match="^error: .*pipe") as refusal, errors_as_sentences():
+        os.write(writer, b"a table")
+    os.close(writer)
+    assert "file" not in str(refusal.value)
 
 
 def test_another_error_keeps_its_traceback():

@@ -132,6 +132,13 @@ def test_a_run_trains_on_only_with_the_settings_of_the_other(tmp_path: Path, cha
     assert begin(trained_on(tmp_path / "run", last, data__batch_size=2, trainer__devices=4), TEXT) == Begin(last, 7)
 
 
+def test_another_size_is_named_before_the_values_that_it_brings(tmp_path: Path):
+    last = leave(tmp_path / "old")
+    pico = {**config(tmp_path)["choices"], "size": "pico"}
+    with pytest.raises(ConfigError, match=r"^start_fresh .* size \(nano there, pico here\), global_batch \("):
+        begin(trained_on(tmp_path / "run", last, choices=pico, global_batch=4), TEXT)
+
+
 def test_a_run_that_is_shorter_than_the_step_it_begins_with_is_refused(tmp_path: Path):
     last = leave(tmp_path / "old")
     with pytest.raises(CheckpointError, match="^trainer.max_steps .* 7,"):

@@ -247,7 +247,8 @@ def errors_as_sentences() -> Iterator[None]:
     except OSError as error:
         if error.errno is None:
             raise
-        raise SystemExit(f"error: {error.filename or 'a file of the run'}: {error.strerror}") from error
+        unnamed = "the reader of a pipe has ended" if isinstance(error, BrokenPipeError) else "a file of the run"
+        raise SystemExit(f"error: {error.filename or unnamed}: {error.strerror}") from error
     except (MemoryError, RuntimeError) as error:
         from gsm.costs.room import out_of_memory  # imports PyTorch, too slow for the error of a misspelt word
 

@@ -15,7 +15,8 @@ LONGEST = 80  # letters
 
 
 def name(first: str, overrides: Iterable[str], address: Mapping[str, Any]) -> str:
-    """Return ``first`` with the overrides that change training, in a fixed order: those of the model first.
+    """Return ``first`` with the overrides that change training, in a fixed order: those of the model first,
+    the weights to start from last.
 
     Of a path the last word enters; ``start_from=logs/default/gsm-seed0 start_fresh=false`` is ``continues_gsm-seed0``.
 
@@ -37,7 +38,9 @@ def name(first: str, overrides: Iterable[str], address: Mapping[str, Any]) -> st
         del kept["start_fresh"]
     if kept.get("model") == first:
         del kept["model"]
-    words = [label(key, kept[key]) for key in sorted(kept, key=lambda key: (not key.startswith("model"), key))]
+    origins = ("continues", "start_from")  # last: they are long, and only the end of a name is cut off
+    order = sorted(kept, key=lambda key: (key in origins, not key.startswith("model"), key))
+    words = [label(key, kept[key]) for key in order]
     return "-".join([first, *words])[:LONGEST].rstrip("-._")
 
 

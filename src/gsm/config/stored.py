@@ -73,6 +73,16 @@ def named(path: Path) -> list[Path]:
     return sorted(run for run in beside if (run / "summary.json").is_file())
 
 
+def newest_of_seeds(path: str | os.PathLike[str]) -> list[Path]:
+    """Return the newest run of every seed, where a path is the name of an arm without its seed; else none."""
+    folder = Path(paths.at_home(os.fspath(path)))
+    runs = [] if folder.exists() else named(folder)
+    if len({_arm(run)[0] for run in runs}) > 1:
+        return []
+    newest = {_arm(run)[1]: run for run in sorted(runs, key=lambda run: (is_finished(run), started(run)))}
+    return [newest[seed] for seed in sorted(newest)]
+
+
 def _arm(run: Path) -> tuple[Any, Any]:
     """Return the arm and the seed of the run in a folder."""
     summary = _summary(run)

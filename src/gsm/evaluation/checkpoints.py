@@ -17,7 +17,7 @@ from gsm import checkpoint, paths
 from gsm.config.address import TUNING, address
 from gsm.config.check import ConfigError
 from gsm.config.load import load_model, refusals, tokenizer_of, usable
-from gsm.config.stored import checkpoint_folder, digest, read_checkpoint
+from gsm.config.stored import checkpoint_folder, digest, newest_of_seeds, read_checkpoint
 from gsm.data.tokenizer import Tokenizer
 from gsm.evaluation.records import Measured, Progress
 from gsm.models.base import LanguageModel
@@ -131,11 +131,14 @@ def opened(files: Sequence[Path], device: str) -> Iterator[Trained]:
 
 
 def checkpoints(path: str) -> list[Path]:
-    """Return the checkpoint of a path or a name, as ``load_model`` takes it, or the last ones of all runs below it,
-    sorted. A run that another one starts from does not count, nor does an attempt of tuning.
+    """Return the checkpoint of a path or a name, as ``load_model`` takes it; of a name of several seeds those of all
+    seeds; or the last ones of all runs below the path, sorted. A run that another one starts from does not count, nor
+    does an attempt of tuning.
 
     Raises FileNotFoundError if there is none.
     """
+    if len(of_seeds := newest_of_seeds(path)) > 1:
+        return [step for run in of_seeds if (step := checkpoint.newest(run))]
     folder = checkpoint_folder(path)
     if not folder.is_dir() or checkpoint.is_model(folder):
         return [folder]

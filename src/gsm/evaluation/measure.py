@@ -27,8 +27,8 @@ class Measure(ABC):
     ``__post_init__``.
 
     Args:
-        checkpoint: the folder of a run, of one of its steps, or above several runs, such as logs/<name>; or nano,
-            which comes along
+        checkpoint: the folder of a run, of one of its steps, or above several runs, such as logs/<name>; or a
+            model in the package, such as nano or needle_gsm
         device: cpu, cuda, ...; auto: a GPU if there is one
         output: the folder to write to; left out: that of the run, or above several; records lie in the run's folder
     """
@@ -50,7 +50,8 @@ class Measure(ABC):
         if not self.checkpoint:
             raise lacks(self.script, "checkpoint")
         files = checkpoints(self.checkpoint)
-        place = Path(self.output or (home(files[0]) if len(files) == 1 else self.checkpoint))
+        above = Path(self.checkpoint) if Path(self.checkpoint).is_dir() else Path(self.checkpoint).parent
+        place = Path(self.output or (home(files[0]) if len(files) == 1 else above))
         runs = []
         for trained in opened(files, self.device):
             assert trained.saved  # read before a folder is made

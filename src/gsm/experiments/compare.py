@@ -228,10 +228,10 @@ def write(
         write_whole(folder / name, content)
     write_whole(folder / f"{stem}.html", report.html().encode())  # last: the others need no files beside the runs
     sentences = [missing] if missing else []
-    bare = [arm for arm, found in curves.items() if not found]
+    bare = [arm for arm, found in curves.items() if by_arm[arm] and not found]
     if bare and len(bare) < len(curves):
         sentences.append(f"not in the learning curves, as they lack {metric} by {axis}: {', '.join(bare)}")
-    bare = [arm for arm, (across, _) in points.items() if not across]
+    bare = [arm for arm, (across, _) in points.items() if by_arm[arm] and not across]
     if bare:
         sentences.append(f"not in the picture of {y} against {x}, as they lack one of the two: {', '.join(bare)}")
     sentences.append(f"written to {path_text(folder)}: {', '.join([f'{stem}.md, .csv, .json', *pictures])}")

@@ -143,7 +143,7 @@ class Tuning:
         failed: dict[str, list[str]] = {}
         if attempts := self.attempts():
             arms = ", ".join(dict.fromkeys(attempt.arm for attempt in attempts))
-            tried = f"{listed(self.space)}; {len(attempts)} attempts now"
+            tried = f"{listed(self.space)}; {len(attempts)} attempt{'s' if len(attempts) > 1 else ''} now"
             sentence = f"tuning {arms} on a part of the training data, by {self.tune.decides()}: {tried}"
             print(filled([sentence]), flush=True)
             errors = work(attempts)

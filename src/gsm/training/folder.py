@@ -176,7 +176,10 @@ def _trained_on(path: Path, config: Mapping[str, Any], fingerprint: Mapping[str,
     facts = _read(path)
     theirs, free = facts["hyper_parameters"]["config"], config["address"]["branch"]
     if changes := differences(theirs, config, without=free) or unlike(facts["fingerprint"], fingerprint):
-        raise ConfigError(f"start_fresh must be true for a run that differs from start_from in {few(changes)}")
+        chosen = contrast(theirs["choices"], config["choices"], ("model", "size"))  # they bring many of the others
+        raise ConfigError(
+            f"start_fresh must be true for a run that differs from start_from in {few([*chosen, *changes])}"
+        )
     step, last = facts["global_step"], config["trainer"]["max_steps"]
     if step > last:
         raise CheckpointError(f"trainer.max_steps must be at least {step}, the step of {path}, got {last}")
