@@ -70,6 +70,8 @@ def test_weights_that_are_gathered_in_bfloat16_leave_autocast_nothing_to_copy():
     model, setting = known_cost(GSM, "pico").model, replace(SMALL, sharding="fsdp2", gathered=2)
     layer = max(sum(p.numel() for p in block.parameters()) for block in [*model.encoder, *model.decoder])
     assert memory(setting, ASSUMED)["weights at work"] == 2 * 512 * 64 + 10 * layer
+    several = memory(replace(setting, batches=4), ASSUMED)
+    assert several["whole gradients"] == 4 * sum(p.numel() for p in model.parameters())
 
 
 @counted

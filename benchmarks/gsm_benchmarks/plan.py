@@ -5,6 +5,7 @@ Everything is computed, nothing is measured: FLOPs, bytes and caches by ``gsm.co
 
     weights, gradients, AdamW   4 P + 4 P + 8 P in float32: on every GPU (DDP), or a G-th of it (FSDP2)
     buckets                     4 P: DDP's copy of the gradients
+    whole gradients             4 P with FSDP2, where a step has several batches
     weights at work             2 P, autocast's copies in bfloat16, until the end of the forward pass; none with FSDP2
                                 that gathers bfloat16. FSDP2: g of the embedding and of two layers, g + 4 of a gradient
 
@@ -46,7 +47,7 @@ from .results import FOLDER, table
 GIB = 2**30
 GSM = Model("gsm", "gsm")
 # Ways to divide the states of training, the simplest first: kind, and bytes of a gathered weight.
-WAYS = {"DDP": ("ddp", 4), "`trainer=fsdp`": ("fsdp2", 4), "bfloat16 gathered": ("fsdp2", 2)}
+WAYS = {"DDP": ("ddp", 4), "float32 gathered": ("fsdp2", 4), "`trainer=fsdp`": ("fsdp2", 2)}
 COMPARED: dict[str, Callable[[Cost, int], int]] = {
     "prefill FLOPs": lambda model, tokens: model.prefill_flops(tokens).total(),
     "decode FLOPs": lambda model, tokens: model.decode_flops(tokens).total(),
@@ -90,6 +91,7 @@ class Setting:
         sharding: ``ddp`` or ``fsdp2``.
         gathered: bytes in which FSDP2 gathers a weight.
         divided: GPUs that divide a sequence.
+        batches: of a step.
     """
 
     model: Model
@@ -101,6 +103,7 @@ class Setting:
     context: int
     gathered: int = 4
     divided: int = 1
+    batches: int = 1
 
     @property
     def cost(self) -> Cost:
@@ -194,6 +197,7 @@ def memory(setting: Setting, assumed: Assumed) -> dict[str, float]:
         "gradients": 4 * parameters / shards,
         "optimizer": 8 * parameters / shards,
         "buckets": 4.0 * parameters if ddp else 0.0,
+        "whole gradients": 4.0 * parameters if not ddp and setting.batches > 1 else 0.0,
         "weights at work": copies + (0 if ddp else travelling),
         "activations": activations.total(tokens),
         "layer or logits at work": max(at_work, chunk),
@@ -300,8 +304,9 @@ def run(
         "GSM; GiB of a GPU without recomputation, and with it in brackets:",
         table(RUN, [_run_cells(name, n, assumed) for name in sizes for n in gpus]),
         _checked(assumed),
-        "`bfloat16 gathered` stands for `trainer=fsdp trainer.strategy.gathered=bfloat16 "
-        "trainer.strategy.reduced=float32`.",
+        "`float32 gathered` stands for `trainer=fsdp trainer.strategy.gathered=null`. Where a step has several "
+        "batches, each GPU keeps whole gradients until the last of them "
+        "(`trainer.strategy.average_each_batch=true`: none).",
         "## Long sequences, divided",
         "GSM with FSDP2, weights gathered in bfloat16, recomputed: one sequence on the least power of two of GPUs on "
         "which it fits ([how](distributed.md#sequences-divided-among-devices)):",
@@ -343,9 +348,10 @@ def _words(ranges: Sequence[tuple[int, int]], longest: int) -> str:
 def _run_cells(size: str, gpus: int, assumed: Assumed) -> tuple[str, ...]:
     """Return the memory of a run by the way of dividing it."""
     batch = max(1, min(assumed.micro_batch, assumed.sequences // gpus))
-    cells = []
+    batches, cells = -(-assumed.sequences // (batch * gpus)), []
     for sharding, gathered in WAYS.values():
-        both = [Setting(GSM, size, gpus, sharding, again, batch, assumed.context, gathered) for again in (False, True)]
+        one = Setting(GSM, size, gpus, sharding, False, batch, assumed.context, gathered, 1, batches)
+        both = one, replace(one, recompute=True)
         plain, bare = (memory(setting, assumed)["total"] / GIB for setting in both)
         cells.append(f"{plain:.1f} ({bare:.1f})")
     return size, str(gpus), str(batch), *cells

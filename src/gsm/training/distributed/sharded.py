@@ -36,9 +36,11 @@ class Sharded(ModelParallelStrategy):
     """Divide a model among all ranks, and save it together.
 
     A block's weights are gathered when its forward or backward begins, and given back when it ends. Gradients are
-    averaged and divided in the last backward of a step; until then each rank keeps whole ones of its own. Experts lie in their block and are divided like everything else: every rank computes
-    all of them, on its own rows. With ``experts`` N, each of N neighbouring ranks has an N-th of the experts, and rows
-    travel to them. Ranks with the same experts divide the weights of these among themselves.
+    averaged and divided in the last backward of a step; until then each rank keeps whole ones.
+
+    Experts lie in their block and are divided like everything else: every rank computes all of them, on its own rows.
+    With ``experts`` N, each of N neighbouring ranks has an N-th of the experts, and rows travel to them. Ranks with the
+    same experts divide the weights of these among themselves.
 
     With ``context`` N, N neighbouring ranks divide every sequence among themselves, too: each has some pieces of it,
     and layers exchange the entries that they need (``gsm.context``). The model is divided among all ranks as before.
@@ -53,6 +55,8 @@ class Sharded(ModelParallelStrategy):
         reduced: dtype in which gradients are summed over a step's batches and averaged; None: their own.
         reshard_after_forward: give a block's weights back between its forward and its backward. If false, they are
             gathered once instead of twice, and all stay in memory during the step.
+        average_each_batch: average gradients after each of a step's batches: with several of them more traffic, and
+            no whole gradients in memory.
         process_group_backend: None: Lightning chooses it for the device.
         context: ranks that divide the same sequences.
         experts: ranks that divide the experts of a layer.
@@ -63,6 +67,7 @@ class Sharded(ModelParallelStrategy):
         gathered: Literal["auto", "float32", "bfloat16"] | None = None,
         reduced: Literal["float32", "bfloat16"] | None = None,
         reshard_after_forward: bool = True,
+        average_each_batch: bool = False,
         process_group_backend: str | None = None,
         context: int = 1,
         experts: int = 1,
@@ -74,6 +79,7 @@ class Sharded(ModelParallelStrategy):
         super().__init__(process_group_backend=process_group_backend)
         self.gathered, self.reduced = gathered, reduced
         self.reshard_after_forward, self.context = reshard_after_forward, context
+        self.average_each_batch = average_each_batch
         self.experts = experts
         self._divided: FSDPModule | None = None
         self._context: Context | None = None
@@ -101,9 +107,7 @@ class Sharded(ModelParallelStrategy):
         """The dtypes of weights and gradients on their way."""
         half = "bfloat16" if self.precision_plugin.precision == "bf16-mixed" else None
         gathered = half if self.gathered == "auto" else self.gathered
-        return MixedPrecisionPolicy(
-            param_dtype=gathered and DTYPES[gathered], reduce_dtype=self.reduced and DTYPES[self.reduced]
-        )
+        return MixedPrecisionPolicy(DTYPES.get(gathered or ""), DTYPES.get(self.reduced or ""))
 
     def shard(self, model: LanguageModel) -> None:
         """Divide the parameters of every block and stage, and all others together; a second call does nothing."""
@@ -124,7 +128,7 @@ class Sharded(ModelParallelStrategy):
     def block_backward_sync(self) -> Generator[None]:
         """Average no gradients inside the block: Lightning's, for all batches of a step but the last."""
         assert self._divided is not None, "`shard` has divided the model"
-        self._divided.set_requires_gradient_sync(False)
+        self._divided.set_requires_gradient_sync(self.average_each_batch)
         try:
             yield
         finally:
