@@ -54,7 +54,7 @@ while asked("waits"):
     (folder / "ready").touch()
     time.sleep(0.02)
 value = {"mhc": 1.0, "plain": 2.0, "mhc_two_pass": 3.0}[given["arm"]] + int(given["seed"]) / 10
-summary = {"status": "finished", "bits_per_byte": value, "data": {"train_tokens": 12345}}
+summary = {"status": "finished", "steps": 1, "bits_per_byte": value, "data": {"train_tokens": 12345}}
 summary |= {"arm": given["arm"], "seed": int(given["seed"]), "model": "gsm"}
 shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 stored = pathlib.Path(given["logs"]).parent / (given["arm"] + given["seed"])
