@@ -53,10 +53,11 @@ def config(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def leave(folder: Path, status: str = "interrupted", started: str = "", **saved: Any) -> Path:
     """Write the folder of a run that ended at step 7, and return its checkpoint."""
-    content = {"global_step": 7, "fingerprint": TEXT, STATE: {}, "hyper_parameters": {"config": config(folder)}}
-    path = store(folder, **{**content, **saved})
+    content = {"global_step": 7, "fingerprint": TEXT, STATE: {}, "hyper_parameters": {"config": config(folder)}} | saved
+    path = store(folder, **content)
     note(config(folder))
-    (folder / "summary.json").write_text(json.dumps({"status": status, "started": started}))
+    facts = {"status": status, "started": started, "steps": content["global_step"]}
+    (folder / "summary.json").write_text(json.dumps(facts))
     return path
 
 
@@ -88,9 +89,14 @@ def test_a_text_that_has_moved_is_the_same_run(tmp_path: Path):
 
 
 def test_a_run_is_not_finished_without_its_last_step(tmp_path: Path):
+    best = leave(tmp_path / "run", global_step=5)
     last = leave(tmp_path / "run", "finished")
     assert finished(config(tmp_path / "run"), lambda: TEXT)
     (last / "state.json").unlink()
+    assert not finished(config(tmp_path / "run"), lambda: TEXT), "its best step was taken for its end"
+    assert begin(config(tmp_path / "run"), TEXT) == Begin(best, 5, own=True)
+    assert origin(str(tmp_path / "run"))[1]["step"] == 5
+    (best / "state.json").unlink()
     assert not finished(config(tmp_path / "run"), lambda: TEXT)
 
 

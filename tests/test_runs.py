@@ -96,6 +96,7 @@ def pretend(config: Mapping[str, Any]) -> None:
     store(
         place,
         state_dict=trained,
+        global_step=config["trainer"]["max_steps"],
         training_state={},
         started_from=digest(config["start_from"]),
         hyper_parameters={"config": config},

@@ -91,7 +91,8 @@ def _arm(run: Path) -> tuple[Any, Any]:
 
 def is_finished(run: Path) -> bool:
     """Return whether the run in a folder is trained to its end and measured, and its last step is there."""
-    return _summary(run).get("status") == "finished" and checkpoint.newest(run) is not None
+    last, summary = checkpoint.newest(run), _summary(run)
+    return summary.get("status") == "finished" and last is not None and checkpoint.step_of(last) == summary.get("steps")
 
 
 def started(run: Path) -> str:

@@ -100,7 +100,9 @@ def compare(
     for folder in places if publish else []:
         known = read_runs(folder)
         if several := {run.arm for run in told_apart(known)} - {run.arm for run in known}:
-            raise ConfigError(f"publish must be of arms with the same values in all seeds, got {', '.join(several)}")
+            raise ConfigError(
+                f"publish must be of arms with the same values in all seeds, got {', '.join(sorted(several))}"
+            )
         print(rows.publish(folder, Path(publish), table.columns))
     return table
 

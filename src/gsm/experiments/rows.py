@@ -164,6 +164,8 @@ def read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
         header, rows = next(lines, []), []
         try:
             for cells in filter(None, lines):
+                if len(cells) != len(header):
+                    raise ValueError(f"it has {len(cells)}")
                 rows.append(dict(zip(header, cells, strict=True)))
                 int(rows[-1].get("seed", "0"))
                 for name, cell in rows[-1].items():
