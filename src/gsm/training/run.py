@@ -22,7 +22,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from gsm.analysis import overlap
-from gsm.config.address import address, address_of_all_seeds, decisive, noted
+from gsm.config.address import CONFIG, address, address_of_all_seeds, decisive
 from gsm.config.command_line import again, path_text
 from gsm.config.handed import hand_on, take_over
 from gsm.config.load import instantiate, instantiate_data, instantiate_model, load_weights, refusals
@@ -208,7 +208,7 @@ def _announce(parts: Parts, start: Begin) -> None:
         sentences.append(weights.describe_start(config["start_from"]))
     if start.checkpoint and not parts.data.resumes:
         sentences.append("Its data start over, since they cannot go on where they were (see gsm.data.base).")
-    if not start.own and noted(Path(config["folder"])):
+    if not start.own and (Path(config["folder"]) / CONFIG).is_file():
         sentences.append("It was begun before, and had saved no step: it begins again.")
     elif not start.own:
         sentences.append(compared_with_last(config))
