@@ -1,7 +1,7 @@
 """The first steps of a training by `train.py`'s own path, with the kernels beside PyTorch's operations.
 
-Mixed precision, recomputed blocks, the indexers' loss, cross-entropy, clipping and AdamW come together here alone. Where
-there is no GPU, a small model stands in, in Triton's interpreter, and ranks that talk by gloo.
+Mixed precision, recomputed blocks, the indexers' loss, cross-entropy, clipping and AdamW come together here alone.
+Without a GPU, a small model stands in, in Triton's interpreter, and ranks that talk by gloo.
 """
 
 from __future__ import annotations
