@@ -18,7 +18,7 @@ import gsm_kernels
 from gsm_kernels import device, launch, using
 
 MOST_SHARED = 227 << 10  # bytes that a program can have
-MOST_SPILLED = 168  # bytes that a thread of the query's gradient spills with 64 heads; more costs time
+MOST_SPILLED = {"ptxas": 168, device.ASSEMBLER: 352}  # bytes of a thread of the query's gradient with 64 heads
 STEP = {  # kernels of a step of training of gsm, forward and backward, by operation
     **{"attend": 5, "index_top_k": 2, "indexer_kl": 6, "inverse_kernels": 2, "linear_cross_entropy": 1, "mhc": 4},
     **{"pool_groups": 2, "rms_norm": 10, "swiglu": 2},
@@ -53,7 +53,7 @@ def test_no_product_of_attention_races_with_its_operands(assembler, tmp_path):
     rows = compiled(tmp_path, "1p5b", "gsm", "attend", "index_top_k", assembler=assembler)
     assert sum(row["wgmma"] for row in rows) > 50 and sum(row["from_registers"] for row in rows) > 30
     assert not racing(rows)
-    assert max(row["stack"] for row in rows) <= MOST_SPILLED
+    assert max(row["stack"] for row in rows) <= MOST_SPILLED[assembler]
 
 
 @pytest.mark.slow

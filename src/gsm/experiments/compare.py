@@ -62,7 +62,7 @@ def compare(
     Args:
         folders: of experiments, logs/<name>; arms of one name in several of them get the experiment's name in front
         columns: keys of summary.json, dots go down: columns=val_loss,data.train_tokens; left out: the experiment's own
-        against: the arm that the others are compared with; left out: the first
+        against: the arm that the others are compared with; left out: the first of the experiment, else that of most runs
         metric: of the learning curves, as in metrics.jsonl; left out: val/accuracy where there is one, else val/loss,
             and train/loss beside it
         axis: of the learning curves: step, or tokens (those trained on until then, train/tokens)
@@ -90,7 +90,10 @@ def compare(
     for column in [*chosen, *([x, y] if x else [])]:
         if column not in known:
             raise unknown("column", column, known, "the summaries")
-    table = summarise(finished, chosen, sorted(arms, key=lambda arm: arm != against))
+    ordered = any(read_contents(place).get("arms") for place in places)  # else the arm of most runs is the first
+    runs_of = Counter(run.arm for run in finished)
+    arms.sort(key=lambda arm: (arm != against, 0 if ordered else -runs_of[arm]))
+    table = summarise(finished, chosen, arms)
     table = replace(table, tuned=_tuned(table.runs))
     notes = [sentence for place in places if (sentence := damage(place / CONTENTS))]
     notes += [*unfinished(places), *apart(table.runs)]

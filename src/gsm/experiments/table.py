@@ -11,7 +11,6 @@ import contextlib
 import json
 import math
 import os
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -256,8 +255,7 @@ class Table:
 
 
 def read_runs(folder: str | os.PathLike[str]) -> list[RunSummary]:
-    """Return the runs in ``logs/<name>``, finished or not: arms in the experiment's order, others by their number of
-    runs, and then by seed.
+    """Return the runs in ``logs/<name>``, finished or not, arms in the experiment's order, then by seed.
 
     The experiment lists its trials in ``trials.jsonl``; a run that was started by itself has its arm in its summary. A
     trial without any folder is left out.
@@ -272,8 +270,7 @@ def read_runs(folder: str | os.PathLike[str]) -> list[RunSummary]:
             line = {"arm": str(known.get("arm")), "seed": known["seed"], "runs": {"": place.name}}
             runs.append(read_trial(folder, line))
     rank = {arm: number for number, arm in enumerate(order)}
-    seeds = Counter(run.arm for run in runs)
-    return sorted(runs, key=lambda run: (rank.get(run.arm, len(rank)), -seeds[run.arm], run.arm, run.seed))
+    return sorted(runs, key=lambda run: (rank.get(run.arm, len(rank)), run.arm, run.seed))
 
 
 def list_trial(folder: Path, line: Mapping[str, Any]) -> None:

@@ -102,6 +102,7 @@ def quiet() -> None:
     reduced = r"It is recommended to use `self.log\('(train/|val/|state/|overlap|step)"  # means over all ranks already
     buffers = ".*broadcast_buffers. is deprecated"  # its successor is newer than the oldest PyTorch that will do
     messages = ["Checkpoint directory .* exists and is not empty", ".*LeafSpec.* is deprecated", reduced, buffers]
+    messages.append("Be aware that when using `ckpt_path`")  # pictures of the earlier part may be off now
     if "SLURM_JOB_ID" not in os.environ:
         messages.append("The `srun` command is available")  # a hint for jobs; this may be a cluster's login node
     for message in messages:

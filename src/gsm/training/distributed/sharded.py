@@ -52,7 +52,8 @@ class Sharded(ModelParallelStrategy):
             arithmetic of one device. ``bfloat16`` halves the traffic; then norms, routers and mixing coefficients of
             the streams, which compute in float32, have rounded weights too. ``auto``: bfloat16 with
             trainer.precision=bf16-mixed, else None.
-        reduced: dtype in which gradients are summed over a step's batches and averaged; None: their own.
+        reduced: dtype in which gradients are summed over a step's batches and averaged; None: their own; ``auto``:
+            float32 where weights travel in bfloat16 by ``auto``, else None.
         reshard_after_forward: give a block's weights back between its forward and its backward. If false, they are
             gathered once instead of twice, and all stay in memory during the step.
         average_each_batch: average gradients after each of a step's batches: with several of them more traffic, and
@@ -65,7 +66,7 @@ class Sharded(ModelParallelStrategy):
     def __init__(
         self,
         gathered: Literal["auto", "float32", "bfloat16"] | None = None,
-        reduced: Literal["float32", "bfloat16"] | None = None,
+        reduced: Literal["auto", "float32", "bfloat16"] | None = None,
         reshard_after_forward: bool = True,
         average_each_batch: bool = False,
         process_group_backend: str | None = None,
@@ -74,8 +75,8 @@ class Sharded(ModelParallelStrategy):
     ) -> None:
         within(1, experts=experts, context=context)
         for name, value in (("gathered", gathered), ("reduced", reduced)):
-            if value not in (None, *DTYPES) and (name, value) != ("gathered", "auto"):
-                raise ValueError(f"{name} must be null, float32 or bfloat16, got {value}")
+            if value not in (None, "auto", *DTYPES):
+                raise ValueError(f"{name} must be auto, null, float32 or bfloat16, got {value}")
         super().__init__(process_group_backend=process_group_backend)
         self.gathered, self.reduced = gathered, reduced
         self.reshard_after_forward, self.context = reshard_after_forward, context
@@ -105,9 +106,10 @@ class Sharded(ModelParallelStrategy):
     @property
     def policy(self) -> MixedPrecisionPolicy:
         """The dtypes of weights and gradients on their way."""
-        half = "bfloat16" if self.precision_plugin.precision == "bf16-mixed" else None
-        gathered = half if self.gathered == "auto" else self.gathered
-        return MixedPrecisionPolicy(DTYPES.get(gathered or ""), DTYPES.get(self.reduced or ""))
+        mixed = self.precision_plugin.precision == "bf16-mixed"
+        gathered = self.gathered if self.gathered != "auto" else "bfloat16" if mixed else None
+        reduced = self.reduced if self.reduced != "auto" else "float32" if mixed else None
+        return MixedPrecisionPolicy(DTYPES.get(gathered or ""), DTYPES.get(reduced or ""))
 
     def shard(self, model: LanguageModel) -> None:
         """Divide the parameters of every block and stage, and all others together; a second call does nothing."""
