@@ -62,7 +62,7 @@ def compare(
     Args:
         folders: of experiments, logs/<name>; arms of one name in several of them get the experiment's name in front
         columns: keys of summary.json, dots go down: columns=val_loss,data.train_tokens; left out: the experiment's own
-        against: the arm that the others are compared with; left out: the first of the experiment, else that of most runs
+        against: the arm to compare the others with; left out: the first of an experiment, else that of most runs
         metric: of the learning curves, as in metrics.jsonl; left out: val/accuracy where there is one, else val/loss,
             and train/loss beside it
         axis: of the learning curves: step, or tokens (those trained on until then, train/tokens)
