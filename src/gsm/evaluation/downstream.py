@@ -27,7 +27,7 @@ from gsm.evaluation import tasks
 from gsm.evaluation.checkpoints import Trained
 from gsm.evaluation.measure import Measure
 from gsm.evaluation.paper import Published, published
-from gsm.evaluation.records import Arms, Measured, Record, mean, minus, over_arms, pivot
+from gsm.evaluation.records import Arms, Measured, Record, mean, minus, over_arms, pivot, runs_of
 from gsm.evaluation.tasks import HUB, Task
 from gsm.tables import Grid
 
@@ -144,7 +144,7 @@ class Tasks(Measure):
 
     def notes(self, arms: Arms) -> list[str]:
         """Return sentences on the documents, and on those that a model could not read whole."""
-        runs = [one for seeds in arms.values() for one in seeds.values()]
+        runs = runs_of(arms)
         sentences = [f"The last columns are the paper's, {self.table.table}."] if self.table else []
         if any(map(self._depends, self.chosen)):
             sentences.append("+ acc_norm for dense models, acc for those with a mixture of experts; acc otherwise.")

@@ -30,7 +30,7 @@ from gsm.evaluation import paper
 from gsm.evaluation.checkpoints import Trained, home, progress
 from gsm.evaluation.losses import measure
 from gsm.evaluation.measure import Measure
-from gsm.evaluation.records import Arms, Cell, Measured, Record, Rows, by, error, mean, over_arms, pivot, where
+from gsm.evaluation.records import Arms, Cell, Measured, Record, Rows, by, error, mean, over_arms, pivot, runs_of, where
 from gsm.files import read_json
 from gsm.intervals import over_seeds
 from gsm.models.gsm import GSM
@@ -146,7 +146,7 @@ class HeldOut(Measure):
     def tables(self, arms: Arms) -> list[Grid]:
         """Return the losses of arms: of all targets, by position, by the distance of their bigram, with zeros for parts
         of the model; and the overlap of stages and encoder."""
-        runs = [one for seeds in arms.values() for one in seeds.values()]
+        runs = runs_of(arms)
         known = [record for one in runs for record in one.records]
         cell, bits = _with_error if len(runs) == 1 else over_arms, {**WHOLE, "quantity": "bits"}
         rows = {"loss, nats per token": WHOLE} | ({"bits per byte": bits} if where(known, **bits) else {})
@@ -162,7 +162,7 @@ class HeldOut(Measure):
 
     def notes(self, arms: Arms) -> list[str]:
         """Return sentences on the text, and on runs that do not compare."""
-        runs = [one for seeds in arms.values() for one in seeds.values()]
+        runs = runs_of(arms)
         asked = [one.settings["questions"] for one in runs]
         notes = [*dict.fromkeys(_text(one) for one in runs)]
         if len(runs) == 1:
@@ -393,7 +393,7 @@ def _targets(runs: Sequence[Measured], rows: Rows) -> dict[str, list[str]]:
 
 def _without(arms: Arms, known: Sequence[Record]) -> list[Grid]:
     """Return the loss with zeros for parts of the model; for a single run also what they add to it."""
-    runs = [one for seeds in arms.values() for one in seeds.values()]
+    runs = runs_of(arms)
     names = {"state": "state, but a row's own z"}
     rows = {"nothing": WHOLE}
     for (name,) in by(where(known, part="without"), "removed"):
@@ -409,7 +409,7 @@ def _without(arms: Arms, known: Sequence[Record]) -> list[Grid]:
 
 def _overlap(arms: Arms, known: Sequence[Record]) -> list[Grid]:
     """Return the overlap by length and stage: of a single run beside the paper's."""
-    found, runs = where(known, part="overlap"), [one for seeds in arms.values() for one in seeds.values()]
+    found, runs = where(known, part="overlap"), runs_of(arms)
     if found and len(runs) == 1:
         rows = [
             {

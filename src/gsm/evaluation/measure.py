@@ -54,7 +54,7 @@ class Measure(ABC):
         place = Path(self.output or (home(files[0]) if len(files) == 1 else above))
         runs = []
         for trained in opened(files, self.device):
-            assert trained.saved  # read before a folder is made
+            _ = trained.saved  # read before a folder is made
             folder = place if len(files) == 1 else home(trained.file)
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)

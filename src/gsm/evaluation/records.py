@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 
 from gsm.config.check import ConfigError
 from gsm.intervals import Interval, over_questions, over_seeds, over_windows
@@ -77,16 +77,15 @@ class Measured:
             OSError: it cannot be written.
         """
         wanted = {tuple(part.values()): part for part in parts}
-        with self._alone():
-            before = read(self.file) if self.file else []
+        with self._opened() as (file, before):
             same = (record for one in before if one.settings == self.settings for record in one.records)
             known = by(same, *next(iter(wanted.values())))
             left = [part for values, part in wanted.items() if values not in known]
             if [one.settings for one in before][-1:] != [self.settings]:
-                self._append([{"settings": self.settings, "commit": commit()}])
+                _append(file, [{"settings": self.settings, "commit": commit()}])
             for part in progress(left, len(left), ""):
                 known[tuple(part.values())] = records = [{**part, **record} for record in compute(part)]
-                self._append(records)
+                _append(file, records)
         self.records += [record for values in wanted for record in known[values]]
 
     def where(self, **keys: Any) -> list[Record]:
@@ -94,24 +93,26 @@ class Measured:
         return where(self.records, **keys)
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keep other processes from the file. Raises OSError where it cannot be written."""
+    def _opened(self) -> Iterator[tuple[BinaryIO | None, list[Measured]]]:
+        """Open the file behind its last complete part, with the records before, and keep other processes from it.
+        Raises ConfigError where it holds something else, OSError where it cannot be written."""
         if self.file is None:
-            yield
-            return
-        with self.file.open("ab") as file:
-            with contextlib.suppress(OSError):  # some network file systems have no locks
-                fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-
-    def _append(self, lines: Sequence[Record]) -> None:
-        """Add a part to the file, after the last one that is complete."""
-        if self.file is None:
+            yield None, []
             return
         with self.file.open("a+b") as file:
+            with contextlib.suppress(OSError):  # some network file systems have no locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            before = read(self.file)
             file.seek(0)
             file.truncate(_complete(file.read()))
-            file.write(("\n".join(map(json.dumps, lines)) + END).encode())
+            yield file, before
+
+
+def _append(file: BinaryIO | None, lines: Sequence[Record]) -> None:
+    """Add a part to an open file."""
+    if file is not None:
+        file.write(("\n".join(map(json.dumps, lines)) + END).encode())
+        file.flush()
 
 
 def read(file: Path) -> list[Measured]:
@@ -197,6 +198,11 @@ def by_arm(runs: Sequence[Measured]) -> dict[str, dict[Any, Measured]]:
         seeds = arms.setdefault(f"{one.run['experiment']}/{arm}" if several else arm, {})
         seeds[seed if seed not in seeds else (seed, len(seeds))] = one
     return arms
+
+
+def runs_of(arms: Arms) -> list[Measured]:
+    """Return the measurements of all arms, in their order."""
+    return [one for seeds in arms.values() for one in seeds.values()]
 
 
 def pivot(

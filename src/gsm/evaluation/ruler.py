@@ -28,7 +28,19 @@ from gsm.errors import within
 from gsm.evaluation import paper
 from gsm.evaluation.checkpoints import Trained
 from gsm.evaluation.measure import Measure
-from gsm.evaluation.records import Arms, Measured, Progress, Record, mean, minus, over_arms, pivot, points, silent
+from gsm.evaluation.records import (
+    Arms,
+    Measured,
+    Progress,
+    Record,
+    mean,
+    minus,
+    over_arms,
+    pivot,
+    points,
+    runs_of,
+    silent,
+)
 from gsm.tables import Grid, length_text
 
 LENGTHS = (4096, 8192, 16384, 32768, 65536)
@@ -186,7 +198,7 @@ class Ruler(Measure):
 
     def tables(self, arms: Arms) -> list[Grid]:
         """Return lengths by arms and tasks by arms, in percent, beside the paper's columns, then the differences."""
-        asked, published = [one for seeds in arms.values() for one in seeds.values()][0], paper.tables()["ruler"]
+        asked, published = runs_of(arms)[0], paper.tables()["ruler"]
         tasks = {task: {"task": task, **SCORE} for task in _values(asked, "task")}
         lengths = {length_text(n): {"length": n, **SCORE} for n in sorted(_values(asked, "length"))}
         columns = [f"paper: {name}" for name in published["columns"]]
@@ -201,7 +213,7 @@ class Ruler(Measure):
 
     def notes(self, arms: Arms) -> list[str]:
         """Return sentences on the questions, and on the deviations from the benchmark."""
-        runs = [one for seeds in arms.values() for one in seeds.values()]
+        runs = runs_of(arms)
         questions = runs[0].settings["questions"]
         lines = [f"{questions['examples']} examples of each task at each length (the paper: 4K to 64K)."]
         if changes := [f"{name}: {questions[name]}" for name, usual in STANDARD.items() if questions[name] != usual]:
@@ -213,7 +225,7 @@ class Ruler(Measure):
 
     def picture(self, arms: Arms) -> bytes | None:
         """Draw the accuracy by length, the mean over tasks and each task, of several runs."""
-        runs = [one for seeds in arms.values() for one in seeds.values()]
+        runs = runs_of(arms)
         if len(runs) == 1:
             return None
         lines = {"all tasks": points(arms, "length", 100, **SCORE)}
