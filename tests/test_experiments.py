@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from small import mostly_slow
 from gsm.config.address import differences
 from gsm.config.compose import compose
 from gsm.config.load import instantiate, instantiate_model
+from gsm.evaluation.ruler import Ruler
 from gsm.experiments.runs import Experiment
 from gsm.paths import ROOT, variants
 from gsm.training.optimizer import AdamW
@@ -50,6 +52,17 @@ def test_the_sample_before_the_extension_is_outside_of_the_windows_behind_it():
 def test_the_papers_adaptations_take_the_optimizer_of_their_rates_at_any_size():
     given = compose(["experiment=paper_ablate_indexer", "size=nano"])
     assert get_class(given["optimizer"]["_target_"]) is AdamW, "its size has Muon"
+
+
+def test_one_key_takes_rulers_own_texts_and_words_for_the_tuning_and_its_measurement():
+    given = ["experiment=paper_cot", "size=nano", "recipe.ruler=ruler_original"]
+    runs = Experiment(compose(given), given).trial("cot", 0).runs
+    config: Any = runs["tune"].config
+    assert isinstance(measure := runs["ruler"].measure, Ruler)
+    asked = measure.adapted(cast(Any, SimpleNamespace(config=config, file="")))
+    wanted = {"haystack": "PaulGrahamEssays.json", "keys": "wonderwords", "answers": "cot", "template": "ruler"}
+    assert {name: config["data"][name] for name in wanted} == wanted
+    assert {name: getattr(asked, name) for name in wanted} == wanted
 
 
 @pytest.mark.parametrize("name", ["ablate_open_points", "ablate_open_points_recall"])
