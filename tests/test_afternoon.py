@@ -1,4 +1,4 @@
-"""`experiment=afternoon`: what its comment counts is what the cost model says, and fits one H100."""
+"""`experiment=afternoon`, and `paper_main` at its size: what their comments count is what the cost model says."""
 
 from __future__ import annotations
 
@@ -43,6 +43,17 @@ def test_at_half_of_the_roof_both_arms_train_for_an_hour_and_forty_minutes():
     told = [2679, 332, 2683, 334]  # in the table of the yaml
     assert [train_gsm, extend_gsm, train_baseline, extend_baseline] == pytest.approx(told, rel=0.01)
     assert 1.6 < (train_gsm + extend_gsm + train_baseline + extend_baseline) / 3600 < 1.75
+
+
+@pytest.mark.parametrize("arm", ["gsm", "baseline"])
+def test_the_main_training_at_size_tiny_takes_seconds_at_half_of_the_roof(arm: str):
+    given = ["experiment=paper_main", "size=tiny", f"model={arm}", "runs=null"]
+    assert 2 * seconds(compose(given)) == pytest.approx(21, abs=0.5), "in the comment of paper_main"
+    longer = ["data=fineweb", "trainer.max_steps=34000"]
+    config = compose([*given, *longer])
+    assert 2 * seconds(config) / 60 == pytest.approx(15, abs=0.5)
+    tokens = config["global_batch"] * config["data"]["context"] * config["trainer"]["max_steps"]
+    assert 20 * 27.7e6 < tokens < config["data"]["max_tokens"]
 
 
 def test_no_token_of_the_main_training_comes_twice_and_the_extension_takes_the_papers_steps():
