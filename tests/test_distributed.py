@@ -25,7 +25,7 @@ from gsm.layers.experts import Experts, ways_to_divide
 from gsm.training import trainer as trainers
 from gsm.training.callbacks.checkpoints import Latest
 from gsm.training.distributed.ranks import LAUNCHER, RANKS, own_ranks
-from gsm.training.distributed.sharded import Sharded
+from gsm.training.distributed.sharded import Sharded, undivided
 from gsm.training.module import LanguageModeling
 from gsm.training.optimizer import AdamW, Muon, keep_names
 from gsm.training.run import train
@@ -148,6 +148,34 @@ def test_gradients_are_averaged_once_a_step(processes: Any, tmp_path: Path):
     assert reduced[0] == reduced[1] > 0
     for name, gradient in alone["gradients"].items():
         assert_same(four["gradients"][name], gradient, name, 1e-9)
+
+
+def several_batches(strategy: str, folder: Path, **given: Any) -> None:
+    """On a rank: two steps of two batches each."""
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    context = given.get("context", 1)
+    task, kept = ranks.task_of("gsm"), ranks.Gradients()
+    trainer = ranks.trainer_of(strategy, 2, kept, **given)
+    trainer.accumulate_grad_batches = 2
+    trainer.fit(task, DataLoader(ranks.batches(world // context, rank // context, 4), batch_size=None))
+    weights = {name: undivided(value) for name, value in task.model.state_dict().items()}
+    if rank == 0:
+        torch.save({"weights": weights, "gradients": kept.first}, folder / f"{strategy}.pt")
+
+
+def divided_and_averaged_each_batch(folder: Path) -> None:
+    several_batches("fsdp", folder, context=2, average_each_batch=True)
+
+
+@pytest.mark.slow
+def test_divided_sequences_may_be_averaged_after_each_batch_of_a_step(processes: Any, tmp_path: Path):
+    """The way to 64K at 8b_a1p5b on eight GPUs, which have no room for whole gradients."""
+    assert ranks.together(processes, 1, several_batches, "auto", tmp_path) == [0]
+    assert ranks.together(processes, 2, divided_and_averaged_each_batch, tmp_path) == [0, 0]
+    one, two = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("auto", "fsdp"))
+    assert_same_weights(one, two)
+    for name, gradient in one["gradients"].items():
+        assert_same(two["gradients"][name], gradient, name)
 
 
 OTHERWISE: dict[str, dict[str, Any]] = {
