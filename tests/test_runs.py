@@ -205,7 +205,7 @@ def test_what_is_finished_is_not_done_again_and_what_has_changed_is(asked: Calla
 
 
 def test_a_run_that_two_arms_need_is_trained_once_in_the_folder_of_the_first(
-    asked: Callable[..., Experiment], done: list[str], capsys: pytest.CaptureFixture[str]
+    asked: Callable[..., Experiment], done: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
     """Also where one command trains the one arm, and another command the other, whichever was first."""
     train_all(asked(THREE, ARMS))
@@ -220,7 +220,7 @@ def test_a_run_that_two_arms_need_is_trained_once_in_the_folder_of_the_first(
     assert "2 runs: 1 of one, 1 of two" in capsys.readouterr().out, "as evaluate.py says of several checkpoints"
     del done[:]
     for arm in ("arm=two", "arm=one"):
-        train_all(asked(THREE, ARMS, "name=again", arm))
+        train_all(asked(THREE, ARMS, f"logs={tmp_path / 'others'}", arm))
     assert done == [
         "one-seed0-train",
         "two-seed0-extend",
@@ -228,6 +228,55 @@ def test_a_run_that_two_arms_need_is_trained_once_in_the_folder_of_the_first(
         "one-seed0-extend",
         "one-seed0-loss",
     ]
+
+
+def test_the_papers_experiments_train_every_model_once_among_them(
+    done: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    without_pictures(monkeypatch)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+    def trained(name: str, *measurements: str) -> Experiment:
+        given = [f"experiment={name}", "size=pico", f"logs={tmp_path}", *(f"~runs.{one}" for one in measurements)]
+        made = Experiment(compose(given), given)
+        del done[:]
+        train_all(made)
+        return made
+
+    first = trained("paper_main", "standard")
+    assert done == ["gsm-seed0-train", "baseline-seed0-train"]
+    place = only_folder(first, "gsm-seed0-train")
+    second = trained("paper_long_context", "before", "ppl")
+    assert done == ["gsm-seed0-extend", "baseline-seed0-extend"]
+    assert f"gsm-seed0-train({place})" in "".join(capsys.readouterr().out.split())
+    gsm = read_runs(second.folder)[0]
+    assert (second.folder / gsm.parts["train"]).resolve() == place and gsm.curves.resolve() == place / "metrics.jsonl"
+    trained("paper_cot", "ruler")
+    assert done == ["direct-seed0-tune", "cot-seed0-tune"]
+    trained("paper_ablate_indexer", "overlap", "untuned", "standard", "ruler")
+    assert [name for name in done if name.endswith("-train")] == ["separate_indexer-seed0-train"]
+
+
+def only_folder(experiment: Experiment, label: str) -> Path:
+    (folder,) = experiment.folder.glob(f"{label}-*")
+    return folder
+
+
+def test_another_experiments_run_is_taken_if_it_is_finished_and_none_has_begun_here(
+    asked: Callable[..., Experiment], done: list[str]
+):
+    one = "runs={train: {trainer.max_steps: 2}}"
+    train_all(asked(one, "name=first"))
+    place = only(asked(one, "name=first")).runs["train"].find_folder()
+    facts = json.loads((place / "summary.json").read_text())
+    write_json(place / "summary.json", {**facts, "status": "running"})
+    here = only(asked(one, "name=second")).runs["train"]
+    assert here.find_folder().parent.name == "second" and not here.finished()
+    write_json(place / "summary.json", facts)
+    there = only(asked(one, "name=second")).runs["train"]
+    assert there.find_folder() == place and there.finished()
+    here.find_folder().mkdir(parents=True)
+    assert only(asked(one, "name=second")).runs["train"].find_folder() == here.find_folder()
 
 
 def test_an_arm_that_shares_its_training_has_its_own_name(asked: Callable[..., Experiment], done: list[str]):

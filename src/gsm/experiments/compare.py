@@ -337,7 +337,7 @@ def _tuned(runs: Sequence[RunSummary]) -> dict[str, dict[str, str]]:
     """Return the values that the experiments of these runs have tuned their arms to, by their last commands."""
     by_arm = {}
     for run in runs:
-        tuned = read_contents(run.folder.parent).get("tuned")
+        tuned = read_contents(run.experiment).get("tuned")
         values = tuned.get(run.summary.get("arm")) if isinstance(tuned, Mapping) else None
         if isinstance(values, Mapping):
             texts = {str(key): one.get("shown") if isinstance(one, Mapping) else None for key, one in values.items()}
@@ -363,7 +363,7 @@ def _state(run: RunSummary) -> str:
     status, steps, reason = (run.summary.get(key) for key in ("status", "steps", "reason"))
     if status is None:
         return "without a summary.json: it has ended before training began, or waits"
-    place = run.folder.with_name(run.parts.get(str(run.summary.get("run")), run.folder.name))
+    place = run.experiment / run.parts.get(str(run.summary.get("run")), run.folder.resolve())
     how = "unfinished" if status == "running" and not is_held(place) else str(status)
     if run.summary.get("run"):
         return f"{how} in its run {run.summary['run']}{f': {reason}' if reason else ''}"

@@ -154,7 +154,9 @@ class _Work:
             f"seeds {', '.join(map(str, experiment.seeds))}; in {path_text(experiment.folder)}"
         ]
         if self.done:
-            names = ", ".join(run.label for run in self.done)
+            others = [run for run in self.done if run.experiment != experiment.folder]
+            places = {run: f" ({path_text(run.find_folder())})" for run in others}
+            names = ", ".join(run.label + places.get(run, "") for run in self.done)
             lines.append(f"finished already, and skipped: {names}")
         return lines
 

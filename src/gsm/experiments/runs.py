@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +17,10 @@ from typing import Any
 from gsm import paths
 from gsm.checkpoint import CheckpointError
 from gsm.config import command_line
-from gsm.config.address import address, changed, find, hashed, origin
+from gsm.config.address import address, changed, find, hashed, moved, noted, origin
 from gsm.config.check import ConfigError, flat
 from gsm.config.compose import compose, quoted, refuse_unnamed
-from gsm.config.stored import digest
+from gsm.config.stored import digest, is_finished
 from gsm.evaluation import commands
 from gsm.evaluation.measure import Measure
 from gsm.evaluation.ruler import Ruler
@@ -47,7 +48,7 @@ class Run:
     """One process that trains or measures.
 
     Attributes:
-        experiment: the folder ``logs/<name>``.
+        experiment: the folder ``logs/<name>``; that of another experiment, if that has trained it.
         label: begins the name of its folder.
         address: ends it: a hash of everything that decides its result.
         program: train or evaluate.
@@ -140,11 +141,9 @@ class Trial:
 
     def line(self) -> dict[str, Any]:
         """Return it as a line of the experiment's list of trials."""
-        return {
-            "arm": self.arm,
-            "seed": self.seed,
-            "runs": {name: run.find_folder().name for name, run in self.runs.items()},
-        }
+        here = Path(self.config["folder"]).parent
+        places = {name: os.path.relpath(run.find_folder(), here) for name, run in self.runs.items()}
+        return {"arm": self.arm, "seed": self.seed, "runs": places}
 
 
 def in_order(trials: Iterable[Trial]) -> list[Run]:
@@ -272,6 +271,7 @@ class Experiment:
         if after:
             assert after.config, "`parse_runs` takes no run after one that measures"
             config = changed(config, start_from=start, origin=origin(after.config))
+        config = _trained_elsewhere(config) or config
         words += [f"start_from={quoted(start)}"] if start else []
         return self._shared(Run(*_place(config), "train", (*words, *self.flags), after, config))
 
@@ -317,6 +317,17 @@ class Experiment:
 def _place(config: Mapping[str, Any]) -> tuple[Path, str, str]:
     """Return the folder of the experiment of a configuration, its label, and its address."""
     return Path(config["folder"]).parent, str(config["label"]), address(config)
+
+
+def _trained_elsewhere(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the configuration of a run with the folder of a finished run of the same address, of another experiment in
+    the same ``logs`` and with data at the same path. None without one, or where it has begun in its own experiment."""
+    own = Path(config["folder"])
+    for folder in () if own.is_dir() else sorted(own.parent.parent.glob(f"*/*-{address(config)}")):
+        there, here = flat(noted(folder)), flat(config)
+        if is_finished(folder) and all(there.get(key) == here.get(key) for key in config["address"]["paths"]):
+            return moved(config, str(own), str(folder))
+    return None
 
 
 def _without(overrides: Sequence[str], lines: Sequence[str], start: str | None) -> list[str]:

@@ -52,9 +52,11 @@ class RunSummary:
     Attributes:
         folder: of the last run that trains.
         summary: of that run, with the numbers of all that measure: ``<name of the run>/<metric>``.
-        parts: the folder of every run, by name; a single one has no name.
+        parts: the folder of every run, by name; a single one has no name. It is relative to `experiment`: another
+            experiment may have trained it.
         task: the name that `with_tasks` gives its data.
         settings: that decide its training, without its seed; None: see `settings`.
+        experiment: the folder ``logs/<name>`` that lists it.
     """
 
     arm: str
@@ -64,11 +66,12 @@ class RunSummary:
     parts: Mapping[str, str] = field(default_factory=dict)
     task: str = ""
     settings: dict[str, str] | None = None
+    experiment: Path = Path()
 
     @property
     def curves(self) -> Path:
         """The file with its learning curves; of several runs those of the first that trains."""
-        return self.folder.parent / self.summary.get("curves", self.folder.name) / "metrics.jsonl"
+        return self.experiment / self.summary.get("curves", self.folder.resolve()) / "metrics.jsonl"
 
     @property
     def finished(self) -> bool:
@@ -313,7 +316,8 @@ def read_trial(folder: Path, line: Mapping[str, Any]) -> RunSummary:
         summary["runs"] = parts
         summary["settings"] = "+".join(str(parts[name].get("settings")) for name in trained)
     summary |= {"arm": line["arm"], "seed": line["seed"]}
-    return RunSummary(line["arm"], line["seed"], folder / line["runs"][last], summary, dict(line["runs"]))
+    place = Path(os.path.normpath(folder / line["runs"][last]))
+    return RunSummary(line["arm"], line["seed"], place, summary, dict(line["runs"]), experiment=folder)
 
 
 def read_contents(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -372,7 +376,7 @@ def mapping(content: Any) -> Mapping[str, Any]:
 
 def configs(run: RunSummary) -> dict[str, Mapping[str, Any]]:
     """Return the configuration of a run; of several after one another, of those that train, by name."""
-    found = {name: noted(run.folder.parent / place) for name, place in run.parts.items()}
+    found = {name: noted(run.experiment / place) for name, place in run.parts.items()}
     return {name: config for name, config in found.items() if "address" in config}
 
 
