@@ -19,9 +19,11 @@ from gsm.config.check import ConfigError
 from gsm.config.load import load_model, refusals, tokenizer_of, usable
 from gsm.config.stored import checkpoint_folder, digest, newest_of_seeds, read_checkpoint
 from gsm.data.tokenizer import Tokenizer
+from gsm.evaluation.divided import Ranks
 from gsm.evaluation.records import Measured, Progress
 from gsm.models.base import LanguageModel
 from gsm.training.callbacks.summary import versions
+from gsm.training.distributed.ranks import rank
 from gsm.training.trainer import best_precision
 
 
@@ -33,11 +35,13 @@ class Trained:
         file: the checkpoint.
         device: the device of the model.
         note: its number among several, for progress.
+        ranks: that measure it together.
     """
 
     file: Path
     device: str
     note: str = ""
+    ranks: Ranks = Ranks()
 
     @cached_property
     def saved(self) -> dict[str, Any]:
@@ -89,7 +93,8 @@ class Trained:
             model: further settings in which they may differ.
         """
         model |= {"checkpoint": self.digest, "precision": self.precision, "device": self.device_kind}
-        return Measured.begun(file, {"model": {**model, "versions": versions()}, "questions": questions}, self.facts)
+        settings = {"model": {**model, "versions": versions()}, "questions": questions}
+        return Measured.begun(file if self.ranks.rank == 0 else None, settings, self.facts, self.ranks)
 
     @property
     def precision(self) -> str:
@@ -123,11 +128,11 @@ class Trained:
         return lambda parts, count, note="": progress(parts, count, f"{self.note}{of}{note}", unit)
 
 
-def opened(files: Sequence[Path], device: str) -> Iterator[Trained]:
+def opened(files: Sequence[Path], device: str, ranks: Ranks) -> Iterator[Trained]:
     """Yield one checkpoint after another, so that one model at a time is in memory."""
     device = usable(device)
     for number, file in enumerate(files, 1):
-        yield Trained(file, device, f"{number} of {len(files)}: " if len(files) > 1 else "")
+        yield Trained(file, device, f"{number} of {len(files)}: " if len(files) > 1 else "", ranks)
 
 
 def checkpoints(path: str) -> list[Path]:
@@ -178,4 +183,4 @@ def progress(parts: Iterable[Any], count: int, note: str = "", unit: str = "sequ
     A log has a bar every 30 seconds.
     """
     seconds = 0.1 if sys.stderr.isatty() else 30
-    return tqdm(parts, note, count, leave=False, unit=f" {unit}", delay=3, mininterval=seconds)
+    return tqdm(parts, note, count, leave=False, unit=f" {unit}", delay=3, mininterval=seconds, disable=rank() > 0)

@@ -106,7 +106,8 @@ class HeldOut(Measure):
             rows = progress(sequences(), count, trained.note + (f"without {without}: " if without else ""))
             bytes_of = getattr(data, "bytes_of_tokens", None) if data.tokenizer else None
             bytes_V = bytes_of(self.split) if bytes_of else data.token_bytes_V
-            return measure(model, rows, batch_size=data.batch_size or 8, token_bytes_V=bytes_V, document_S=document_S)
+            found = {"token_bytes_V": bytes_V, "document_S": document_S, "ranks": trained.ranks}
+            return measure(model, rows, batch_size=data.batch_size or 8, **found)
 
         def without(part: Record) -> list[Record]:
             with removable[part["removed"]]():
@@ -131,9 +132,10 @@ class HeldOut(Measure):
         measured = trained.measured(file, questions)
         removable = ablations(model) if self.ablate and isinstance(model, GSM) else {}
         with trained.computing():
-            measured.fill([{"part": "text"}], lambda part: losses())
+            measured.fill([{"part": "text"}], lambda part: losses(), together=True)
             if removable:
-                measured.fill([{"part": "without", "removed": name} for name in removable], without)
+                parts = [{"part": "without", "removed": name} for name in removable]
+                measured.fill(parts, without, together=True)
             if self.overlap or self.overlap_lengths:
                 lengths = sorted(set(self.overlap_lengths) or overlaps.around(data.context))
                 most = self.sequences or overlaps.SEQUENCES

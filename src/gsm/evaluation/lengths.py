@@ -91,7 +91,7 @@ class Lengths(Measure):
             whole = HeldOut(**usual).of(trained, None).where(**WHOLE)
             return [{name: record[name] for name in ("sequence", "quantity", "value", "weight")} for record in whole]
 
-        measured.fill([{"scope": "held out", "length": self.lengths[0]}], held_out)
+        measured.fill([{"scope": "held out", "length": self.lengths[0]}], held_out, together=True)
         return measured
 
     def measure(

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from gsm.errors import within
+from gsm.evaluation.divided import Ranks
 from gsm.evaluation.records import Record
 from gsm.models.base import LanguageModel, Output
 from gsm.models.checks import IGNORED
@@ -33,6 +34,7 @@ def measure(
     batch_size: int = 8,
     token_bytes_V: Any = None,
     document_S: Any = None,
+    ranks: Ranks | None = None,
 ) -> list[Record]:
     """Return the losses of a model on sequences as records; the model stays in its mode.
 
@@ -49,6 +51,7 @@ def measure(
         batch_size: sequences at a time.
         token_bytes_V: bytes of text of each id, for bits per byte.
         document_S: int64, the document that each sequence begins in.
+        ranks: that divide the batches among themselves; each has all sequences, and gets all records.
 
     Returns:
         Of every ``sequence``, with the ``document`` that it begins in: its ``loss``, nats over targets, and its
@@ -62,7 +65,7 @@ def measure(
     within(1, batch_size=batch_size)
     bytes_V = None if token_bytes_V is None else torch.as_tensor(token_bytes_V, dtype=torch.float64)
     with model.evaluating():
-        sums = [_sums(model, batch, bytes_V) for batch in _batches(sequences, batch_size)]
+        sums = (ranks or Ranks()).divided(_batches(sequences, batch_size), lambda batch: _sums(model, batch, bytes_V))
     if not sums:
         raise ValueError("there are no sequences to evaluate on; give at least one")
     *parts, bytes_S = (torch.cat(part) for part in zip(*sums, strict=True))

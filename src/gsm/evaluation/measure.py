@@ -14,6 +14,7 @@ from gsm.config.check import contrast, few, flat
 from gsm.config.command_line import lacks, path_text
 from gsm.errors import ConfigError
 from gsm.evaluation.checkpoints import Trained, checkpoints, home, opened, writing
+from gsm.evaluation.divided import join
 from gsm.evaluation.records import Arms, Measured, by_arm, read
 from gsm.files import write_json, write_whole
 from gsm.tables import WIDTH, Grid, grid_markdown, grid_text
@@ -43,6 +44,8 @@ class Measure(ABC):
     def evaluate(self) -> list[Measured]:
         """Measure all checkpoints, print and write their tables, and return the records of each.
 
+        Processes that torchrun has started divide the parts of every measure; the first one prints and writes.
+
         Raises:
             ConfigError, FileNotFoundError: a value out of range, or a file that cannot be used; the message names it.
         """
@@ -52,14 +55,15 @@ class Measure(ABC):
         files = checkpoints(self.checkpoint)
         above = Path(self.checkpoint) if Path(self.checkpoint).is_dir() else Path(self.checkpoint).parent
         place = Path(self.output or (home(files[0]) if len(files) == 1 else above))
-        runs = []
-        for trained in opened(files, self.device):
+        runs, ranks = [], join()
+        for trained in opened(files, self.device, ranks):
             _ = trained.saved  # read before a folder is made
             folder = place if len(files) == 1 else home(trained.file)
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
             runs.append(self.of(trained, folder / f"{self.name}.jsonl"))
-        self.conclude(runs, place / self.name)
+        if ranks.rank == 0:
+            self.conclude(runs, place / self.name)
         return runs
 
     @abstractmethod

@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any, BinaryIO
 
 from gsm.config.check import ConfigError
+from gsm.evaluation.divided import Ranks
 from gsm.intervals import Interval, over_questions, over_seeds, over_windows
 from gsm.provenance import commit
 from gsm.tables import Grid
@@ -45,32 +46,43 @@ class Measured:
         settings: what the numbers depend on: ``model`` (weights, precision, device, versions) and ``questions``.
         run: ``checkpoint``, ``experiment``, ``arm``, ``seed`` and ``step``.
         records: those that were asked for.
-        file: keeps the records; None: nothing does.
+        file: keeps the records; None: nothing does. Of several ranks the first one has it.
+        ranks: that measure together.
     """
 
     settings: dict[str, Any]
     run: dict[str, Any] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
     file: Path | None = None
+    ranks: Ranks = Ranks()
 
     @classmethod
-    def begun(cls, file: Path | None, settings: Mapping[str, Any], run: Mapping[str, Any] | None = None) -> Measured:
+    def begun(
+        cls,
+        file: Path | None,
+        settings: Mapping[str, Any],
+        run: Mapping[str, Any] | None = None,
+        ranks: Ranks | None = None,
+    ) -> Measured:
         """Return a measure without records, its settings as JSON gives them back."""
-        return cls(json.loads(json.dumps(settings)), dict(run or {}), [], file)
+        return cls(json.loads(json.dumps(settings)), dict(run or {}), [], file, ranks or Ranks())
 
     def fill(
         self,
         parts: Iterable[Record],
         compute: Callable[[Any], Iterable[Record]],
         progress: Progress = silent,
+        together: bool = False,
     ) -> None:
         """Measure the parts that the file does not have, add each to the file once it is done, and take the records of
         all these parts. Another process that measures into the file waits meanwhile.
 
         Args:
-            parts: the units of computation, each the keys that its records have in common; each counts once.
+            parts: the units of computation, each the keys that its records have in common; each counts once. Ranks
+                divide them among themselves.
             compute: returns the other keys of every record of a part, one record at least.
-            progress: passes on the parts that are left.
+            progress: passes on the parts that are left, as many at a time as there are ranks.
+            together: all ranks compute every part, and ``compute`` divides it.
 
         Raises:
             ConfigError: the file holds something else.
@@ -80,12 +92,17 @@ class Measured:
         with self._opened() as (file, before):
             same = (record for one in before if one.settings == self.settings for record in one.records)
             known = by(same, *next(iter(wanted.values())))
+            known = self.ranks.of_first(lambda: {values: known[values] for values in wanted if values in known})
             left = [part for values, part in wanted.items() if values not in known]
             if [one.settings for one in before][-1:] != [self.settings]:
                 _append(file, [{"settings": self.settings, "commit": commit()}])
-            for part in progress(left, len(left), ""):
-                known[tuple(part.values())] = records = [{**part, **record} for record in compute(part)]
-                _append(file, records)
+            size = 1 if together else self.ranks.world
+            rounds = [left[first : first + size] for first in range(0, len(left), size)]
+            for some in progress(rounds, len(rounds), ""):
+                found = map(compute, some) if together else self.ranks.divided(some, lambda part: list(compute(part)))
+                for part, records in zip(some, found, strict=True):
+                    known[tuple(part.values())] = lines = [{**part, **record} for record in records]
+                    _append(file, lines)
         self.records += [record for values in wanted for record in known[values]]
 
     def where(self, **keys: Any) -> list[Record]:
