@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import re
 from functools import partial
 
 import pytest
 import torch
 
 import gsm_kernels
+from gsm.config.compose import compose
 from gsm.costs.model import cost
 from gsm_benchmarks import kernels, machine, peers, timing, training, workloads
 from gsm_benchmarks.results import Results, read
@@ -88,7 +90,36 @@ def test_work_is_that_of_the_equations():
     assert forward.flops == 4 * 4 * 8 * 2 * seen
     norm = workloads.rms_norm("", 10, width=8).work
     assert (norm["forward"].bytes, norm["backward"].bytes) == (4 * 80, 6 * 80)
-    assert norm["forward"].at(torch.float32).bytes == 8 * 80
+    assert norm["forward"].at(torch.float32) == (0, 8 * 80 + 4 * 8)
+
+
+def test_a_decoded_token_reads_what_it_sees():
+    band = workloads.attend_band("", 1, 100, heads=4, channels=8, width=10, rows=1)
+    assert band.work["forward"].flops == 4 * 4 * 8 * 10
+    assert band.work["forward"].bytes == 4 * 4 * 8 + 4 * 4 + 2 * 8 * 10
+    search = workloads.index_top_k("", 1, 100, rows=1).work["forward"]
+    assert search.flops == 2 * 8 * 64 * 50
+    call = workloads.attend("", 1, 100, heads=4, channels=8, width=10, picks=6).make(CPU, torch.float32)
+    last = {key: x[:, -1:] if "_BR" in key else x for key, x in call.items()}
+    expected = gsm_kernels.attend(**call)[:, -1:]
+    torch.testing.assert_close(gsm_kernels.attend(**last), expected)
+    torch.testing.assert_close(gsm_kernels.attend(**{**last, "window_BEC": last["window_BEC"][:, -10:]}), expected)
+
+
+@pytest.mark.parametrize("case", workloads.decoding(), ids=lambda case: case.name)
+def test_every_call_of_a_decoded_token_is_measured_on_a_cpu(case):
+    found = kernels.measure(case, "forward", CPU, lambda: ROOF, with_peers=False, rounds=1, seconds=0)
+    assert found["ms"]["laps"] == 1 and 0 < found["floor_ms"]
+
+
+def test_the_quick_benchmark_of_a_gpu_fits_ten_minutes(monkeypatch, capsys, tmp_path):
+    """By the estimate that it prints; here nothing is measured."""
+    monkeypatch.setattr(Results, "fill", lambda self, rows, protocol, show: self.path)
+    options = compose(["benchmark=kernels_quick"], script="benchmark")["benchmark"]
+    protocol = {key: options[key] for key in ("peers", "rounds", "seconds")}
+    kernels.run(cases=workloads.gates(), **protocol, device="cpu", output=str(tmp_path / "a.json"))
+    minutes = re.search(r"about (\d+) minutes", capsys.readouterr().out)
+    assert minutes and int(minutes[1]) <= 10
 
 
 @pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
@@ -100,7 +131,7 @@ def test_every_case_is_measured_on_a_cpu(case):
         assert found["host_ms"] is None and found["extra_mib"] is None
         assert all(peer["ratio"] > 0 for peer in found["peers"].values())
         work = case.work[direction]
-        assert found["share_of_floor"] == pytest.approx(ROOF.floor(work.flops, 2 * work.bytes) / found["ms"]["median"])
+        assert found["share_of_floor"] == pytest.approx(ROOF.floor(*work.at(torch.float32)) / found["ms"]["median"])
 
 
 @pytest.mark.parametrize("case", TINY[:2], ids=lambda case: case.name)

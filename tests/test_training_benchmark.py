@@ -63,7 +63,11 @@ def test_a_step_is_that_of_the_trainer(monkeypatch):
     assert given[0]["documents"].eq(0).all() and len(clipped) == 2 and len(loads) == 1
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs/benchmark").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sorted((ROOT / "configs/benchmark").glob("*.yaml")) if "_target_" in path.read_text()],
+    ids=lambda path: path.stem,
+)
 def test_a_function_s_defaults_are_those_of_its_yaml(path):
     config = OmegaConf.to_container(OmegaConf.load(path))
     assert isinstance(config, dict)

@@ -26,6 +26,8 @@ from .workloads import Call, Case, bound, difference, gates, on_a_cpu
 OURS = "ours"
 # Relative error in bfloat16 beyond which a peer computes something else; gradients pass through a rounded result.
 TOLERANCE = {"forward": 2e-2, "backward": 5e-2, "both": 5e-2}
+# Seconds before a row is timed, by estimate, since no GPU has been measured: our kernels compile, and all others do.
+COMPILING, OTHERS = 10, 60
 HEAD = ("operation", "direction", "ran", "ms (quartiles)", "of the floor", "rate", "more memory, MiB", "faster than")
 
 
@@ -60,6 +62,8 @@ def run(
             about = {"case": case.name, "direction": direction}
             measured = partial(measure, case, direction, where, roof, peers, rounds, seconds)
             rows[f"{case.name}, {direction}"] = about, measured
+    minutes = len(rows) * (seconds + COMPILING + OTHERS * peers) / 60
+    print(f"{len(rows)} rows of {len(wanted)} cases on {machine.name(where)}: about {minutes:.0f} minutes", flush=True)
     protocol = {"peers": peers, "rounds": rounds, "seconds": seconds}
     return how.open("kernels", where).fill(rows, protocol, show=show)
 
@@ -78,7 +82,7 @@ def measure(
     torch.manual_seed(0)
     torch.compiler.reset()  # it compiles a function a few times only
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    call, work = case.make(device, dtype), case.work[direction].at(dtype)
+    call, (flops, moved) = case.make(device, dtype), case.work[direction].at(dtype)
     with listening() as heard:
         ours = bound(getattr(gsm_kernels, case.op), call, direction)
         expected = _compared(ours(), direction)
@@ -99,9 +103,10 @@ def measure(
     mine = times.pop(OURS)
     median = mine["ms"]["median"]
     compared = {name: {**row, "ratio": row["ms"]["median"] / median} for name, row in times.items()}
-    floor = roof().floor(*work)
+    floor = roof().floor(flops, moved)
     return {
-        **work._asdict(),
+        "flops": flops,
+        "bytes": moved,
         "floor_ms": floor,
         "ceilings": roof()._asdict(),
         "implementation": chosen,

@@ -1,15 +1,16 @@
 """Calls of the operations at the sizes of real models, and the work that the equations ask for.
 
 FLOPs are those of matrix products, on the entries that a row really sees; bytes are each input read once and each
-output written once, activations in bfloat16, slots in int32, statistics for backward in float32. An implementation may
-well do more. The geometry is that of the 1.5B model, with 32 heads unless the name of a case has 64.
+output written once, activations in bfloat16, parameters in float32, slots in int32, statistics for backward in float32.
+An implementation may well do more. The geometry is that of the 1.5B model, with 32 heads unless the name of a case has
+64, which are the heads of that model.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,14 +31,15 @@ Make = Callable[[torch.device, torch.dtype], Call]
 
 
 class Work(NamedTuple):
-    """FLOPs, and bytes to and from memory, with activations in bfloat16."""
+    """FLOPs, and bytes to and from memory: of activations in bfloat16, and of parameters in float32."""
 
     flops: float
     bytes: float
+    parameters: float = 0
 
-    def at(self, dtype: torch.dtype) -> Work:
-        """The same with activations in another dtype, which are nearly all of the bytes."""
-        return Work(self.flops, self.bytes * dtype.itemsize / 2)
+    def at(self, dtype: torch.dtype) -> tuple[float, float]:
+        """FLOPs and all bytes, with activations in this dtype."""
+        return self.flops, self.bytes * dtype.itemsize / 2 + self.parameters
 
 
 @dataclass(frozen=True)
@@ -61,30 +63,53 @@ def gates() -> tuple[Case, ...]:
     """Return the calls that a GPU measures."""
     return (
         attend("attend 4 x 4K", 4, 4096),
+        attend("attend 4 x 4K, 64 heads", 4, 4096, heads=64),
         attend("attend 64K", 1, 65536),
         attend("attend 64K, 64 heads", 1, 65536, heads=64),
         attend_band("attend_band 4 x 4K", 4, 4096),
+        attend_band("attend_band 4 x 4K, 64 heads", 4, 4096, heads=64),
         attend_band("attend_band 64K", 1, 65536),
         attend_band("attend_band 64K, 64 heads", 1, 65536, heads=64),
         index_top_k("index_top_k 4 x 4K", 4, 4096),
         index_top_k("index_top_k 64K", 1, 65536),
         index_top_k("index_top_k 256K", 1, 262144),
         indexer_kl("indexer_kl 4 x 4K", 4, 4096),
+        indexer_kl("indexer_kl 4 x 4K, 64 heads", 4, 4096, heads=64),
         mhc_boundary("mhc_boundary 16K", 16384),
         rms_norm("rms_norm 16K", 16384),
         swiglu("swiglu 16K", 16384),
         pool_groups("pool_groups 16K", 16384),
         linear_cross_entropy("linear_cross_entropy 16K", 16384),
+        *decoding(),
     )
 
 
+def decoding() -> tuple[Case, ...]:
+    """Return the calls of one decoded token of the 1.5B model, forward."""
+    cases = (
+        attend("attend, a token behind 64K", 1, 65536, heads=64, rows=1),
+        attend_band("attend_band, a token", 1, 4096, heads=64, rows=1),
+        index_top_k("index_top_k, a token behind 16K", 1, 16384, rows=1),
+        index_top_k("index_top_k, a token behind 64K", 1, 65536, rows=1),
+        mhc_boundary("mhc_boundary, a token", 1),
+        rms_norm("rms_norm, a token", 1),
+        swiglu("swiglu, a token", 1),
+    )
+    return tuple(map(_forward, cases))
+
+
 def on_a_cpu() -> tuple[Case, ...]:
-    """Return the calls that one core computes in a few minutes: the attention of small models, forward."""
+    """Return the calls that one core computes in a few minutes: the attention of small models, forward, and
+    `decoding`."""
     small = {"heads": 2, "channels": 64}
     cases = [
         make(f"{make.__name__} {n // 1024}K", 1, n, **small) for make in (attend, attend_band) for n in (4096, 16384)
     ]
-    return tuple(Case(c.name, c.op, c.make, {"forward": c.work["forward"]}) for c in cases)
+    return *map(_forward, cases), *decoding()
+
+
+def _forward(case: Case) -> Case:
+    return replace(case, work={"forward": case.work["forward"]})
 
 
 def attend(
@@ -96,21 +121,20 @@ def attend(
     width: int = WIDTH,
     picks: int = PICKS,
     angles: int = ANGLES,
+    rows: int | None = None,
 ) -> Case:
-    """One document a sequence; a row's slots lie anywhere among those it sees, one in each of `picks` equal parts."""
+    """One document a sequence; a row's slots lie anywhere among those it sees, one in each of `picks` equal parts.
+    `rows`: the last ones of the sequence; None: all."""
+    rows = length if rows is None else rows
 
     def make(device: torch.device, dtype: torch.dtype) -> Call:
-        rows = _rows(batch, length, heads, channels, angles, device, dtype)
+        call = _rows(batch, length, rows, width, heads, channels, angles, device, dtype)
         bank = torch.randn(batch, length // RATIO, channels, device=device, dtype=dtype)
-        return {
-            **rows,
-            "width": width,
-            "bank_BFC": bank,
-            "index_BRK": picked(batch, length, picks, device),
-        }
+        return {**call, "bank_BFC": bank, "index_BRK": picked(batch, length, picks, device, rows)}
 
-    seen = limited(length, width) + limited(length, picks, RATIO)
-    return Case(name, "attend", make, _attention(batch, length, heads, channels, seen, 1 + 1 / RATIO, 4 * picks))
+    seen = _seen(length, rows, width) + _seen(length, rows, picks, RATIO)
+    entries = min(length, rows + width - 1) + min(length // RATIO, rows * picks)
+    return Case(name, "attend", make, _attention(batch, rows, heads, channels, seen, entries, 4 * picks))
 
 
 def attend_band(
@@ -121,23 +145,28 @@ def attend_band(
     channels: int = CHANNELS,
     width: int = STATE,
     angles: int = ANGLES,
+    rows: int | None = None,
 ) -> Case:
-    """One document a sequence."""
+    """One document a sequence. `rows`: the last ones of the sequence; None: all."""
+    rows = length if rows is None else rows
 
     def make(device: torch.device, dtype: torch.dtype) -> Call:
-        return {**_rows(batch, length, heads, channels, angles, device, dtype), "width": width}
+        return _rows(batch, length, rows, width, heads, channels, angles, device, dtype)
 
-    return Case(name, "attend_band", make, _attention(batch, length, heads, channels, limited(length, width), 1, 0))
+    seen, entries = _seen(length, rows, width), min(length, rows + width - 1)
+    return Case(name, "attend_band", make, _attention(batch, rows, heads, channels, seen, entries, 0))
 
 
-def index_top_k(name: str, batch: int, length: int) -> Case:
-    """Every row searches all slots that are finished before it."""
+def index_top_k(name: str, batch: int, length: int, rows: int | None = None) -> Case:
+    """Every row searches all slots that are finished before it. `rows`: the last ones of the sequence; None: all."""
+    rows = length if rows is None else rows
 
     def make(device: torch.device, dtype: torch.dtype) -> Call:
-        return {**_searched(batch, length, device, dtype), **_ranges(batch, length, device), "k": PICKS}
+        return {**_searched(batch, length, rows, device, dtype), **_ranges(batch, length, rows, device), "k": PICKS}
 
-    pairs = batch * limited(length, length, RATIO)
-    moved = batch * length * (INDEX_HEADS * (2 * INDEX_WIDTH + 4) + 2 * INDEX_WIDTH / RATIO + 4 * PICKS)
+    pairs = batch * _seen(length, rows, length, RATIO)
+    read = rows * INDEX_HEADS * (2 * INDEX_WIDTH + 4) + 2 * INDEX_WIDTH * length / RATIO
+    moved = batch * (read + 4 * rows * PICKS)
     return Case(name, "index_top_k", make, {"forward": Work(2 * INDEX_HEADS * INDEX_WIDTH * pairs, moved)})
 
 
@@ -145,9 +174,9 @@ def indexer_kl(name: str, batch: int, length: int, heads: int = 32, channels: in
     """The teacher's logits, the scores, and their gradients, which come with the loss, on all slots."""
 
     def make(device: torch.device, dtype: torch.dtype) -> Call:
-        student = {f"index_{key}": x for key, x in _searched(batch, length, device, dtype).items()}
+        student = {f"index_{key}": x for key, x in _searched(batch, length, length, device, dtype).items()}
         call = attend("", batch, length, heads, channels).make(device, dtype)
-        return {**call, **_ranges(batch, length, device), **student, "dense": True}
+        return {**call, **_ranges(batch, length, length, device), **student, "dense": True}
 
     slots = batch * limited(length, length, RATIO)
     teacher = 2 * heads * channels * (batch * limited(length, WIDTH) + slots)
@@ -173,13 +202,17 @@ def mhc_boundary(name: str, tokens: int, width: int = MODEL) -> Case:
         }
 
     products, moved = 2 * numbers * streams * width * tokens, 2 * width * tokens
+    parameters = 4 * numbers * streams * width
     forward = 2 * streams + 2  # streams in and out, the mixture out; the update in
     backward = 3 * streams + 3  # also the streams themselves, and the update
     return Case(
         name,
         "mhc_boundary",
         make,
-        {"forward": Work(products, forward * moved), "backward": Work(3 * products, backward * moved)},
+        {
+            "forward": Work(products, forward * moved, parameters),
+            "backward": Work(3 * products, backward * moved, 2 * parameters),
+        },
     )
 
 
@@ -192,7 +225,7 @@ def rms_norm(name: str, tokens: int, width: int = MODEL) -> Case:
             "weight": torch.rand(width, device=device) + 0.5,
         }
 
-    return Case(name, "rms_norm", make, _streaming(tokens * width, 2, 3))
+    return Case(name, "rms_norm", make, _streaming(tokens * width, 2, 3, 4 * width))
 
 
 def swiglu(name: str, tokens: int, width: int = INNER) -> Case:
@@ -230,60 +263,81 @@ def linear_cross_entropy(name: str, tokens: int, width: int = MODEL, vocabulary:
     return Case(name, "linear_cross_entropy", make, {"both": Work(6 * tokens * width * vocabulary, moved)})
 
 
-def picked(batch: int, length: int, picks: int, device: torch.device) -> Tensor:
-    """Return ascending slots [B,R,K], one from each of K equal parts of the slots that a row sees."""
-    sees_R1 = (torch.arange(1, length + 1, device=device) // RATIO)[:, None]
+def picked(batch: int, length: int, picks: int, device: torch.device, rows: int | None = None) -> Tensor:
+    """Return ascending slots [B,R,K], one from each of K equal parts of the slots that a row sees. `rows`: the last
+    ones of `length` tokens; None: all."""
+    rows = length if rows is None else rows
+    sees_R1 = (torch.arange(length - rows + 1, length + 1, device=device) // RATIO)[:, None]
     edge_RK = torch.arange(picks + 1, device=device) * sees_R1 // picks
     size_RK = edge_RK.diff()
-    chance_BRK = torch.rand(batch, length, picks, device=device)
+    chance_BRK = torch.rand(batch, rows, picks, device=device)
     spread_BRK = edge_RK[:, :-1] + (chance_BRK * size_RK).long().clamp(max=(size_RK - 1).clamp(min=0))
     first_K = torch.arange(picks, device=device)
     return torch.where(sees_R1 > picks, spread_BRK, torch.where(first_K < sees_R1, first_K, -1))
 
 
 def _rows(
-    batch: int, length: int, heads: int, channels: int, angles: int, device: torch.device, dtype: torch.dtype
+    batch: int,
+    length: int,
+    rows: int,
+    width: int,
+    heads: int,
+    channels: int,
+    angles: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Call:
-    position_BR = torch.arange(length, device=device).expand(batch, -1)
-    angles = min(angles, channels // 2)
+    """Return the arguments of attention of the last rows of a sequence to a window, which holds what they see."""
+    position_BR = torch.arange(length - rows, length, device=device).expand(batch, -1)
+    angles, entries = min(angles, channels // 2), min(length, rows + width - 1)
     angle_BRP = position_BR[..., None] * 160_000.0 ** -(torch.arange(angles, device=device) / angles)
     return {
-        "query_BRHC": torch.randn(batch, length, heads, channels, device=device, dtype=dtype),
-        "window_BEC": torch.randn(batch, length, channels, device=device, dtype=dtype),
+        "query_BRHC": torch.randn(batch, rows, heads, channels, device=device, dtype=dtype),
+        "window_BEC": torch.randn(batch, entries, channels, device=device, dtype=dtype),
         "position_BR": position_BR,
+        "width": width,
         "sink_H": torch.randn(heads, device=device),
         "cos_BRP": angle_BRP.cos(),
         "sin_BRP": angle_BRP.sin(),
     }
 
 
-def _searched(batch: int, length: int, device: torch.device, dtype: torch.dtype) -> Call:
+def _searched(batch: int, length: int, rows: int, device: torch.device, dtype: torch.dtype) -> Call:
     return {
-        "query_BRJI": torch.randn(batch, length, INDEX_HEADS, INDEX_WIDTH, device=device, dtype=dtype),
-        "weight_BRJ": torch.randn(batch, length, INDEX_HEADS, device=device, dtype=dtype),
+        "query_BRJI": torch.randn(batch, rows, INDEX_HEADS, INDEX_WIDTH, device=device, dtype=dtype),
+        "weight_BRJ": torch.randn(batch, rows, INDEX_HEADS, device=device, dtype=dtype),
         "key_BFI": torch.randn(batch, length // RATIO, INDEX_WIDTH, device=device, dtype=dtype),
     }
 
 
-def _ranges(batch: int, length: int, device: torch.device) -> Call:
-    last_BR = (torch.arange(1, length + 1, device=device) // RATIO).expand(batch, -1)
+def _ranges(batch: int, length: int, rows: int, device: torch.device) -> Call:
+    last_BR = (torch.arange(length - rows + 1, length + 1, device=device) // RATIO).expand(batch, -1)
     return {"first_BR": torch.zeros_like(last_BR), "last_BR": last_BR}
 
 
+def _seen(length: int, rows: int, limit: int, ratio: int = 1) -> int:
+    """Return how many entries the last rows of a sequence see in total, each at most `limit`."""
+    return limited(length, limit, ratio) - limited(length - rows, limit, ratio)
+
+
 def _attention(
-    batch: int, length: int, heads: int, channels: int, seen: int, entries: float, index: int
+    batch: int, rows: int, heads: int, channels: int, seen: int, entries: int, index: int
 ) -> dict[str, Work]:
-    """Return the work of attention on `seen` entries a sequence. `entries` a token are stored, and its slots take
-    `index` bytes."""
-    tokens, products = batch * length, 2 * heads * channels * batch * seen
-    forward = tokens * (4 * heads * channels + 2 * channels * entries + index + 4 * heads)
-    backward = tokens * (8 * heads * channels + 6 * channels * entries + index + 8 * heads)
-    return {"forward": Work(2 * products, forward), "backward": Work(5 * products, backward)}
+    """Return the work of attention of the rows of a sequence that see `seen` entries in total, and read `entries` of
+    them from memory; the slots of a row take `index` bytes."""
+    products = 2 * heads * channels * batch * seen
+    forward = rows * (4 * heads * channels + index + 4 * heads) + 2 * channels * entries
+    backward = rows * (8 * heads * channels + index + 8 * heads) + 6 * channels * entries
+    return {"forward": Work(2 * products, batch * forward), "backward": Work(5 * products, batch * backward)}
 
 
-def _streaming(numbers: int, forward: float, backward: float) -> dict[str, Work]:
-    """Return the work of operations without products, by how many bfloat16 tensors they read or write."""
-    return {"forward": Work(0, 2 * numbers * forward), "backward": Work(0, 2 * numbers * backward)}
+def _streaming(numbers: int, forward: float, backward: float, parameters: int = 0) -> dict[str, Work]:
+    """Return the work of operations without products, by how many bfloat16 tensors they read or write, and the bytes of
+    parameters, whose gradients backward writes."""
+    return {
+        "forward": Work(0, 2 * numbers * forward, parameters),
+        "backward": Work(0, 2 * numbers * backward, 2 * parameters),
+    }
 
 
 def bound(function: Callable[..., Any], call: Mapping[str, Any], direction: str) -> Callable[[], Call]:

@@ -1,4 +1,4 @@
-"""The dimension letters at the end of tensor names, and the two dtype rules of the project.
+"""The dimension letters at the end of tensor names, and the dtype rules of the project.
 
 The name of a tensor is the noun of its content, then its dimensions: ``retrieved_SBRD`` has one retrieved vector per
 stage, sequence, row and channel.
@@ -31,6 +31,12 @@ def promoted(x: Tensor) -> Tensor:
     Never use ``.float()`` for this: it would silently narrow a float64 model, and the invariants are tested in float64.
     """
     return at_least_float32(x)
+
+
+def read_by_several(entry: Tensor) -> Tensor:
+    """Return entries that several layers attend to. If they have a gradient it is at least float32, so that autograd
+    adds those of the layers without rounding; each layer reads the entries in the dtype of its queries."""
+    return promoted(entry) if torch.is_grad_enabled() and entry.requires_grad else entry
 
 
 def lowered(x: Tensor) -> Tensor:

@@ -8,7 +8,9 @@ err at most 1.5 times as much as the eager path. So they may in float32, which i
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -19,9 +21,16 @@ from calls import cast, gradients
 from closeness import TOLERANCE, assert_close, relative_error
 from torch import Tensor
 
-from gsm_kernels import Op, launch, listening, tiles, using
+from gsm_kernels import Op, device, launch, listening, tiles, using
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ASSEMBLERS = ("ptxas", device.ASSEMBLER)  # of CUDA 12.8 and 13.1, in Triton's wheel
+
+
+def assembled_by(assembler: str, folder: Path) -> dict[str, str]:
+    """Return the environment of a process whose kernels one of Triton's assemblers makes; they are kept in a folder."""
+    binaries = Path(pytest.importorskip("triton").__file__).parent / "backends" / "nvidia" / "bin"
+    return {**os.environ, "TRITON_CACHE_DIR": str(folder), "TRITON_PTXAS_PATH": str(binaries / assembler)}
 
 
 def to_device(call: dict) -> dict:

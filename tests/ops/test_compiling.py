@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import hazards
 import pytest
 import torch
+from check import ASSEMBLERS, assembled_by
 from small import mostly_nightly
 
 import gsm_kernels
@@ -27,7 +27,6 @@ TILED = {  # kernels of such a step that have a second candidate for their tile
     **{"attend.forward": 2, "index_top_k.best_of_groups": 1, "mhc.forward": 1, "mhc.products": 1},
     "mhc.stream_gradients": 1,
 }
-ASSEMBLERS = ("ptxas", device.ASSEMBLER)  # of CUDA 12.8 and 13.1, in Triton's wheel
 SIZES = ("nano", "tiny", "0p5b", "1p5b")  # 8b_a1p5b has the widths of 1p5b
 
 
@@ -129,17 +128,10 @@ def test_a_descriptor_from_a_register_that_one_path_leaves_unwritten_is_seen():
 
 def compiled(folder: Path, *words: str, assembler: str = device.ASSEMBLER) -> list[dict]:
     """Run the script in a process that compiles and does not interpret, with one of Triton's assemblers."""
-    triton = pytest.importorskip("triton")
-    assembler = str(Path(triton.__file__).parent / "backends/nvidia/bin" / assembler)
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment = assembled_by(assembler, folder)
+    environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, str(Path(__file__).with_name("compiling.py")), *words]
-    done = subprocess.run(
-        command,
-        env=environment | {"TRITON_CACHE_DIR": str(folder), "TRITON_PTXAS_PATH": assembler},
-        text=True,
-        check=True,
-        stdout=subprocess.PIPE,
-    )
+    done = subprocess.run(command, env=environment, text=True, check=True, stdout=subprocess.PIPE)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

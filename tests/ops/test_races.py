@@ -6,18 +6,21 @@ asynchronous too. Without one, small calls run twice in Triton's interpreter.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import calls
 import pytest
 import torch
 from calls import cast
-from check import DEVICE, run_by, to_device
+from check import ASSEMBLERS, DEVICE, assembled_by, run_by, to_device
 from small import mostly_nightly
 
 import gsm_kernels
 from gsm_benchmarks import workloads
 from gsm_benchmarks.workloads import Case
+from gsm_kernels import device
 
 REPEATS = 20
 BY_ROW = ("query_BRHC", "position_BR", "cos_BRP", "sin_BRP", "index_BRK")
@@ -103,6 +106,23 @@ def test_repeats_of_a_decoded_token_are_equal(real, heads):
     call = attend(real, heads).make(torch.device(DEVICE), torch.bfloat16 if real else torch.float32)
     last = {key: x[:, -1:] if key in BY_ROW else x for key, x in call.items()}
     assert_repeats("attend", last, REPEATS if real else 2, "forward")
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("assembler", ASSEMBLERS)
+@pytest.mark.parametrize(
+    "real", [pytest.param(True, marks=pytest.mark.gpu), pytest.param(False, marks=pytest.mark.slow)]
+)
+def test_repeats_are_equal_by_each_assembler(real, assembler, tmp_path):
+    """In a process of its own, since Triton keeps what it has assembled. Without a GPU the process alone is tested."""
+    cuda = int((torch.version.cuda or "0").partition(".")[0])
+    if real and assembler == device.ASSEMBLER and cuda < 13:
+        pytest.skip(f"the driver may not run what {assembler} makes, since PyTorch has CUDA {torch.version.cuda}")
+    chosen = ("-m", "gpu", "-k", "twenty or decoded") if real else ("-m", "not gpu", "-k", "two and swiglu")
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "-q", __file__, *chosen]
+    done = subprocess.run(command, env=assembled_by(assembler, tmp_path), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert not real or any(tmp_path.rglob("*.cubin"))
 
 
 def test_a_result_that_changes_is_seen(monkeypatch):

@@ -46,7 +46,7 @@ def _too_old() -> str | None:
 
 def refuses(inputs: Inputs) -> str | None:
     """Return why these kernels cannot take this call, or None."""
-    if (refusal := unfit_for_package(inputs.query_BRHC, inputs.window_BEC, waits=True)) is not None:
+    if (refusal := unfit_for_package(inputs.query_BRHC, waits=True)) is not None:
         return refusal
     if inputs.query_BRHC.shape[3] not in CHANNELS:
         return f"made for 64, 96 or 128 channels, got {inputs.query_BRHC.shape[3]}"
@@ -60,7 +60,7 @@ def attend_band(inputs: Inputs) -> Tensor:
     angles = inputs.cos_BRP, inputs.sin_BRP
     # A row of padding becomes a sequence of its own; its output is 0, and so are its gradients.
     bounds_N = offsets(inputs.position_BR <= 0).int()
-    entry = inputs.window_BEC.flatten(0, 1)[:, None]
+    entry = inputs.window_BEC.to(inputs.query_BRHC.dtype).flatten(0, 1)[:, None]
     sequences = {"cu_seqlens_q": bounds_N, "cu_seqlens_k": bounds_N, "max_seqlen_q": rows, "max_seqlen_k": rows}
     options = {"softmax_scale": channels**-0.5, "causal": True, "window_size": (inputs.width - 1, 0)}
     query = rotate(inputs.query_BRHC, *angles).flatten(0, 1)

@@ -104,7 +104,6 @@ def forward(
             source_ptr = tl.where(number < near, window_ptr, bank_ptr)
             lowest, highest = tl.where(number < near, begin, row), tl.where(number < near, end, row)
         entry = tl.load(source_ptr + line[:, None] * C + channel)
-        entry = entry.to(loaded.dtype)  # a memory may have a wider dtype than the rows
         product = tl.dot(query, tl.trans(entry), input_precision="ieee")
         if BIASED:
             bias = tl.load(bias_ptr + pick_at, mask=valid, other=0.0).to(tl.float32)
@@ -160,7 +159,7 @@ def split(
             chosen = slot >= 0
             entry += tl.load(bank_ptr + (batch * F + slot)[:, None] * C + channel, mask=chosen[:, None], other=0.0)
             seen = seen | chosen
-        entry = entry.to(loaded.dtype)
+        entry = entry.to(loaded.dtype)  # a memory may have a wider dtype than the rows
         product = tl.dot(query, tl.trans(entry), input_precision="ieee")
         if BIASED:  # divided by the factor that multiplies the products later
             bias = tl.load(bias_ptr + pick_at, mask=picked, other=0.0).to(tl.float32)
@@ -325,4 +324,4 @@ def window_gradient(
         p, slope = slopes(entry, query, grad, seen, lse[None, :], delta[None, :], scale)
         entry_grad = tl.dot(p.to(entry.dtype), grad, entry_grad, input_precision="ieee")
         entry_grad = tl.dot((slope * natural).to(entry.dtype), query, entry_grad, input_precision="ieee")
-    tl.store(window_grad_ptr + entry_at, entry_grad.to(entry.dtype), mask=mask)
+    tl.store(window_grad_ptr + entry_at, entry_grad.to(window_grad_ptr.dtype.element_ty), mask=mask)

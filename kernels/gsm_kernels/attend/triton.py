@@ -12,10 +12,10 @@ of its denominator, without atomics, so that it is deterministic:
    rows: the first `inverse.KEPT` chunks are sorted once for all layers that read it, any others once per layer;
 3. `window_gradient` processes a tile of window entries and visits the rows that see it.
 
-An entry's gradient is accumulated in float32 and rounded once per call. If several layers attend to one stream,
-autograd sums over them. The rotated query and gradient are written once and read by `window_gradient`, which then
-rotates nothing. The 64 rows that wgmma requires cost no more than the gather of entries, even for fewer heads, when the
-rows of other queries are masked.
+An entry's gradient is accumulated in float32 and has the dtype of the entry. If several layers attend to one stream,
+autograd sums over them: without rounding, if the stream is float32. The rotated query and gradient are written once and
+read by `window_gradient`, which then rotates nothing. The 64 rows that wgmma requires cost no more than the gather of
+entries, even for fewer heads, when the rows of other queries are masked.
 
 These kernels exist because no library has one entry as key and value of all heads, two sources, a sink, and gradients.
 """
@@ -25,6 +25,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..device import in_dtype
 from ..inputs import contiguous, learns, schema
 from ..inverse import add_segments, inverse_index
 from ..launch import cdiv, in_float32, launch, power_of_two, unfit
@@ -73,16 +74,16 @@ def refuses(inputs: Inputs) -> str | None:
 
 def attend(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.attend` and `gsm_kernels.attend_band`."""
-    learning = learns(*inputs.learned)
-    if not learning and (shares := splits(inputs)) > 1:
+    if not learns(*inputs.learned) and (shares := splits(inputs)) > 1:
         return _few_rows(*inputs, shares)
-    bank, dtype = inputs.bank_BFC, inputs.query_BRHC.dtype
-    if learning or bank is not None and bank.dtype != inputs.window_BEC.dtype:
-        # Backward needs the dtype of the queries; forward takes any that both have, and converts while loading.
-        inputs = inputs._replace(
-            window_BEC=inputs.window_BEC.to(dtype), bank_BFC=None if bank is None else bank.to(dtype)
-        )
     return _operator(*inputs)[0]
+
+
+def _readable(inputs: Inputs) -> Inputs:
+    """Return the inputs contiguous, with window and bank in the dtype of the queries, as matrix units need them."""
+    bank, dtype = inputs.bank_BFC, inputs.query_BRHC.dtype
+    window = in_dtype(inputs.window_BEC, dtype)
+    return contiguous(inputs._replace(window_BEC=window, bank_BFC=None if bank is None else in_dtype(bank, dtype)))
 
 
 # Arguments of the kernels of rows, in order: `_read`, their outputs, `_sizes`, `_constants`.
@@ -110,7 +111,7 @@ def _forward(*arguments):
     """Compute the output, and the base-2 logarithm of each row's softmax denominator, float32 [B,R,H]."""
     from .kernels import forward
 
-    inputs = contiguous(Inputs(*arguments))
+    inputs = _readable(Inputs(*arguments))
     out_BRHC, lse_BRH = _outputs(*arguments)
     batch, rows = inputs.query_BRHC.shape[:2]
     arguments = (*_read(inputs), inputs.sink_H, out_BRHC, lse_BRH, *_sizes(inputs))
@@ -157,8 +158,9 @@ def few_rows(*arguments):
 
 def _backward(grad_BRHC, out_BRHC, lse_BRH, *arguments):
     """Compute the gradients of `Inputs.learned`; empty tensors for an absent bank or bias."""
-    inputs = contiguous(Inputs(*arguments))
+    inputs = Inputs(*arguments)
     like = (grad_BRHC.new_empty(0) if x is None else x for x in inputs.learned)
+    inputs = _readable(inputs)
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in like)
     query_grad, window_grad, sink_grad, bank_grad, bias_grad = grads
     bank_sum = torch.zeros_like(bank_grad, dtype=torch.float32)

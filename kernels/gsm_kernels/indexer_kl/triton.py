@@ -41,7 +41,7 @@ def refuses(inputs: Inputs) -> str | None:
     if not 1 <= heads <= 128 or channels > 128 or channels % 2:
         return f"made for 1 to 128 heads of an even width up to 128, got {heads} of width {channels}"
     floats = (inputs.query_BRHC, inputs.window_BEC, inputs.sink_H, inputs.cos_BRP, inputs.sin_BRP, inputs.bank_BFC)
-    operands = (inputs.query_BRHC, inputs.window_BEC, inputs.bank_BFC, inputs.index_query_BRJI, inputs.index_key_BFI)
+    operands = (inputs.query_BRHC, inputs.index_query_BRJI, inputs.index_key_BFI)
     refusal = None if inputs.dense else unlearnable(inputs.indexer)
     return refusal or inputs.indexer.unfit() or unfit(*floats) or in_float32(*operands)
 
@@ -79,14 +79,13 @@ _operator = register("indexer_kl", _forward, _empty, takes=f"{schema(Inputs)}, b
 
 
 def _readable(inputs: Inputs) -> Inputs:
-    """Contiguous, with window and bank in the widest of the teacher's dtypes, as matrix units need them; without a pool
-    where it is not used."""
-    query, window, bank = inputs.query_BRHC, inputs.window_BEC, inputs.bank_BFC
-    common = torch.promote_types(torch.promote_types(query.dtype, window.dtype), bank.dtype)
+    """Contiguous, with window and bank in the dtype of the queries, as matrix units need them; without a pool where it
+    is not used."""
+    dtype = inputs.query_BRHC.dtype
     index_query, index_weight, index_key = inputs.indexer.readable()
     readable = inputs._replace(
-        window_BEC=window.to(common),
-        bank_BFC=bank.to(common),
+        window_BEC=inputs.window_BEC.to(dtype),
+        bank_BFC=inputs.bank_BFC.to(dtype),
         index_query_BRJI=index_query,
         index_weight_BRJ=index_weight,
         index_key_BFI=index_key,

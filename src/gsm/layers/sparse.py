@@ -30,7 +30,7 @@ from gsm.layers.projections import Compressor, Entry, Indexer, Shape
 from gsm.layers.rope import Angles, Rope
 from gsm.layers.search import Selection, search_bank
 from gsm.observe import tap
-from gsm.shapes import last_rows
+from gsm.shapes import last_rows, read_by_several
 from gsm.span import Span
 from gsm_kernels import candidate_pool, rotate
 
@@ -131,7 +131,7 @@ class SparseAttention(LatentAttention):
         key_BFI, key_store = None, None
         if self.indexer is not None and cache.key is not None:
             key_BFI, key_store = cache.key.place(self.indexer.keys(latent_BGC, angles), slots)
-        entry_BFC = tap((self, "bank"), entry_BFC)
+        entry_BFC = read_by_several(tap((self, "bank"), entry_BFC))
         bank = Bank(entry_BFC, key_BFI, slots.first_BT, slots.last_BT, latent_BGC, slots, angles)
         count_B = None if cache.count_B is None else slots.after_B
         return bank, BankCache(pending, entry_store, key_store, count_B)

@@ -22,6 +22,7 @@ from gsm.layers.norm import RMSNorm
 from gsm.layers.projections import Entry, Shape
 from gsm.layers.rope import Angles, Rope
 from gsm.observe import tap
+from gsm.shapes import read_by_several
 from gsm.span import Span
 
 
@@ -141,7 +142,7 @@ class StateWriter(nn.Module, ABC):
         x_BTD, state, after = self.norm(z_BTD), {}, []
         for part, cache in zip(self.parts, caches, strict=True):
             state_BEC, cache = self.write(part, x_BTD, span, cache)
-            state[part.name] = tap(f"state/{part.name}", state_BEC)
+            state[part.name] = read_by_several(tap(f"state/{part.name}", state_BEC))
             after.append(cache)
         return z_BTD, SharedState(state), tuple(after)
 
