@@ -35,7 +35,7 @@ BOARD = "http://localhost:6006/?" + urlencode(
 )
 
 # Measured at size nano, on one thread: docs/training.md.
-FASTER = "trainer.precision=bf16-mixed takes about 25 % less time, with other numbers"
+FASTER = "trainer.precision=bf16-mixed: about 25 % less time, other numbers"
 
 
 def header(config: Mapping[str, Any], facts: Mapping[str, Any], trainer: Trainer, data: DataModule, note: str) -> str:
