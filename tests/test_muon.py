@@ -84,6 +84,33 @@ def test_steps_are_those_of_pytorchs_muon_up_to_its_bfloat16(shape: tuple[int, i
     assert torch.equal(*moments)
 
 
+def test_in_bfloat16_steps_are_those_in_float32_up_to_rounding():
+    """Matrices of one shape make a stack, and one without a gradient keeps its place."""
+    torch.manual_seed(0)
+    shapes = [(12, 8), (8, 12), (12, 8), (16, 16), (12, 8)]
+    many: list[list[nn.Parameter]] = [[nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2)]
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
+    optimizers = [MatrixOptimizer(ours, half=half, **options) for ours, half in zip(many, (False, True), strict=True)]
+    for number in range(5):
+        for place, (one, other) in enumerate(zip(*many, strict=True)):
+            one.grad = other.grad = None if number == place == 2 else torch.randn(shapes[place])
+        for optimizer in optimizers:
+            optimizer.step()
+    for one, other in zip(*many, strict=True):
+        assert not torch.equal(one, other)
+        torch.testing.assert_close(one, other, rtol=0, atol=0.25 * 0.1 * 0.2)  # of one step's root mean square
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("able", [False, True])
+def test_products_are_in_bfloat16_where_run_and_processor_are(half: bool, able: bool, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": able}, raising=False)
+    matrix, bias = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))
+    built = Muon(**SETTINGS).build({"decay": [matrix], "no_decay": [bias]}, half=half)
+    assert isinstance(built, Together) and isinstance(built.parts[0], MatrixOptimizer)
+    assert built.parts[0].half == (half and able)
+
+
 @pytest.mark.parametrize("shape", [(12, 8), (8, 12)])
 def test_iterations_map_singular_values_and_keep_their_vectors(shape: tuple[int, int]):
     matrix = torch.randn(shape, dtype=torch.float64)

@@ -316,6 +316,17 @@ def test_a_time_is_that_of_a_processor():
     assert report.device(trainer).startswith(f"{processor()}, ") and not processor().startswith("cpu")
 
 
+@pytest.mark.parametrize("able", [False, True])
+def test_a_faster_precision_is_named_where_the_processor_has_it(able: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": able}, raising=False)
+    quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    named = [
+        report.could_be_faster(Trainer(accelerator="cpu", precision=precision, **quiet))
+        for precision in ("32-true", "bf16-mixed")
+    ]
+    assert named == [able, False]
+
+
 def test_a_table_of_yamls_has_their_openings_and_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "size").mkdir()
     monkeypatch.setattr(paths, "configs", lambda: tmp_path)

@@ -59,7 +59,7 @@ def test_a_step_is_that_of_the_trainer(monkeypatch):
     )
     loads = []
     monkeypatch.setattr(model, "rebalance", loads.append)
-    training._step(model, job, torch.device("cpu"))()
+    training.step_of(model, job, torch.device("cpu"), half=False)()
     assert given[0]["documents"].eq(0).all() and len(clipped) == 2 and len(loads) == 1
 
 

@@ -137,7 +137,7 @@ def timed(job: Job, device: torch.device, compile: bool = False) -> tuple[list[f
         model = job.build(device)
         if compile:
             model.compile_blocks()
-        step, times = _step(model, job, device), []
+        step, times = step_of(model, job, device, half=device.type == "cuda"), []
         for number in range(job.warm_up + job.steps):
             start = now(device)
             step()
@@ -146,16 +146,16 @@ def timed(job: Job, device: torch.device, compile: bool = False) -> tuple[list[f
     return times, peak.extra if device.type == "cuda" else None
 
 
-def _step(model: LanguageModel, job: Job, device: torch.device) -> Callable[[], None]:
+def step_of(model: LanguageModel, job: Job, device: torch.device, half: bool) -> Callable[[], None]:
     """Return one step of training as ``LanguageModeling`` takes it: model and indexers clipped each by itself, experts
-    rebalanced. It leaves out the learning rate's schedule, logs, and the search for numbers that are not finite."""
+    rebalanced. It leaves out the learning rate's schedule, logs, and the search for numbers that are not finite.
+    ``half``: in mixed precision."""
     settings, batches = job.optimizer(), random_tokens(model.vocabulary, job.batch, job.context, device)
-    task, optimizer = LanguageModeling(model, settings).to(device), settings.build(model.parameter_groups())
-    half = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+    task, optimizer = LanguageModeling(model, settings).to(device), settings.build(model.parameter_groups(), half=half)
 
     def step() -> None:
         batch = next(batches)
-        with half:
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
             out = model(batch["tokens"], documents=batch["documents"], targets=batch["targets"])
             loss = torch.stack([out.loss, *out.losses.values()]).sum()
         loss.backward()

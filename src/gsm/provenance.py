@@ -8,6 +8,8 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+
 import gsm_kernels
 from gsm import paths
 
@@ -34,6 +36,12 @@ def processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the processor is known to have instructions for products in bfloat16: AVX512-BF16 or AMX."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # PyTorch 2.9 has no such function
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
 
 
 def fingerprint(files: Iterable[Path]) -> str:

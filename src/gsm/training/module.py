@@ -84,7 +84,7 @@ class LanguageModeling(lightning.LightningModule):
             )
         groups = self.model.parameter_groups()
         check_groups(self.model, groups)
-        optimizer = self.optimizer.build(groups)
+        optimizer = self.optimizer.build(groups, half=self.trainer.precision == "bf16-mixed")
         keep_names(optimizer, self.named_parameters())
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.optimizer.factor(step, steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gsm.errors import ConfigError, within
+from gsm.provenance import multiplies_bfloat16
 from gsm.shapes import promoted
 
 
@@ -51,8 +52,11 @@ class AdamW:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"betas must be two numbers in [0, 1), such as [0.9, 0.95], got {list(self.betas)}")
 
-    def build(self, groups: Mapping[str, Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
-        """Build an optimiser with a group of trained parameters for each entry of ``groups``, with its name."""
+    def build(self, groups: Mapping[str, Sequence[nn.Parameter]], half: bool = False) -> torch.optim.Optimizer:
+        """Build an optimiser with a group of trained parameters for each entry of ``groups``, with its name.
+
+        ``half``: the model computes in bfloat16, so that the optimiser may, too.
+        """
         return self._adamw(groups, self.learning_rate)
 
     def _adamw(self, groups: Mapping[str, Sequence[nn.Parameter]], rate: float) -> torch.optim.Optimizer:
@@ -129,7 +133,7 @@ class Muon(AdamW):
         within(1, 99, iterations=self.iterations)
         within(0, 1000, adamw_factor=self.adamw_factor)
 
-    def build(self, groups: Mapping[str, Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
+    def build(self, groups: Mapping[str, Sequence[nn.Parameter]], half: bool = False) -> torch.optim.Optimizer:
         """Give the matrices of the group ``decay`` to Muon, and all else to AdamW."""
         matrices = [p for p in groups["decay"] if p.ndim == 2]
         taken = {id(p) for p in matrices}
@@ -140,6 +144,7 @@ class Muon(AdamW):
             momentum=self.momentum,
             ns_steps=self.iterations,
             adjust_lr_fn="match_rms_adamw",
+            half=half and multiplies_bfloat16(),
         )
         return Together(muon, self._adamw(rest, self.adamw_factor * self.learning_rate))
 
@@ -150,7 +155,16 @@ class MatrixOptimizer(torch.optim.Muon):
     PyTorch's iterations multiply in bfloat16. Most laptops have no instructions for it, and need ten times as long for
     it as for float32. On other devices this class does PyTorch's step. On a CPU steps have Nesterov's momentum and the
     length of ``match_rms_adamw``.
+
+    Args:
+        args, options: those of ``torch.optim.Muon``.
+        half: bfloat16 on a CPU, too, in stacks of matrices of one shape: one by one, small matrices take longer in
+            bfloat16 than in float32.
     """
+
+    def __init__(self, *args: Any, half: bool = False, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.half = half
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -159,21 +173,36 @@ class MatrixOptimizer(torch.optim.Muon):
             return super().step(closure)
         loss = evaluated(closure)
         for group in self.param_groups:
-            rate, momentum = group["lr"], group["momentum"]
-            for weight in group["params"]:
-                if weight.grad is None:
-                    continue
-                state = self.state[weight]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(weight.grad)
-                moment = state["momentum_buffer"]
-                moment.lerp_(weight.grad, 1 - momentum)
-                update = orthogonal(
-                    weight.grad.lerp(moment, momentum), group["ns_coefficients"], group["ns_steps"], group["eps"]
-                )
-                weight.mul_(1 - rate * group["weight_decay"])
-                weight.add_(update, alpha=-rate * 0.2 * math.sqrt(max(weight.shape)))
+            how = group["ns_coefficients"], group["ns_steps"], group["eps"]
+            for weights in self._stacks([p for p in group["params"] if p.grad is not None]):
+                updates = [self._moved(weight, group["momentum"]) for weight in weights]
+                if self.half:
+                    updates = orthogonal(torch.stack(updates), *how, torch.bfloat16)
+                else:
+                    updates = [orthogonal(update, *how) for update in updates]
+                for weight, update in zip(weights, updates, strict=True):
+                    weight.mul_(1 - group["lr"] * group["weight_decay"])
+                    weight.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(weight.shape)))
         return loss
+
+    def _stacks(self, weights: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return the weights that are updated together."""
+        if not self.half:
+            return [[weight] for weight in weights]
+        stacks: dict[torch.Size, list[Tensor]] = {}
+        for weight in weights:
+            stacks.setdefault(weight.shape, []).append(weight)
+        return list(stacks.values())
+
+    def _moved(self, weight: Tensor, momentum: float) -> Tensor:
+        """Update the moment of a weight, and return the gradient with Nesterov's momentum."""
+        assert weight.grad is not None
+        state = self.state[weight]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(weight.grad)
+        moment = state["momentum_buffer"]
+        moment.lerp_(weight.grad, 1 - momentum)
+        return weight.grad.lerp(moment, momentum)
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
@@ -184,19 +213,24 @@ def evaluated(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def orthogonal(matrix: Tensor, coefficients: Sequence[float], iterations: int, eps: float) -> Tensor:
-    """Return a matrix with the singular vectors of ``matrix`` and singular values near 1 (Newton and Schulz).
+def orthogonal(
+    matrix: Tensor, coefficients: Sequence[float], iterations: int, eps: float, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return a matrix with the singular vectors of ``matrix`` and singular values near 1 (Newton and Schulz), or a
+    stack of them for a stack.
 
-    ``X <- a X + (b A + c A^2) X`` with ``A = X X^T``, from ``X = matrix / max(|matrix|, eps)``, in at least float32.
+    ``X <- a X + (b A + c A^2) X`` with ``A = X X^T``, from ``X = matrix / max(|matrix|, eps)``; products in ``dtype``
+    (None: in at least float32).
     """
     a, b, c = coefficients
-    x = promoted(matrix)
-    x = x.T if x.shape[0] > x.shape[1] else x
-    x = x / x.norm().clamp(min=eps)
+    x, tall = promoted(matrix), matrix.shape[-2] > matrix.shape[-1]
+    x = x.mT if tall else x
+    x = (x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)).to(dtype or x.dtype)
+    add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
     for _ in range(iterations):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
+        gram = x @ x.mT
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
 
 
 def check_groups(model: nn.Module, groups: Mapping[str, Sequence[nn.Parameter]]) -> None:
