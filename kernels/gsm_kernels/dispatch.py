@@ -30,7 +30,7 @@ from torch import Tensor
 
 from .device import full_precision
 
-CHOICES = ("auto", "reference", "triton", "numba", "sdpa", "xformers", "chunked", "fla", "flash", "grouped_mm")
+CHOICES = ("auto", "reference", "triton", "numba", "sdpa", "xformers", "chunked", "fla", "grouped_mm")
 REMEMBERED = 256  # cached checks per operation; a growing bank needs new ones all the time
 
 
