@@ -33,7 +33,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import gsm_kernels
-from gsm_kernels import OPS, Op, using
+from gsm.layers.operations import OPS
+from gsm_kernels import Op, using
 from gsm_kernels.attend_range import sdpa
 from gsm_kernels.cpu import native
 
@@ -479,7 +480,7 @@ IN_CHUNKS = {  # by implementation: what makes its chunks short, and calls of se
 )
 def test_chunks_of_rows_change_nothing(name, op, monkeypatch):
     short, made = IN_CHUNKS[name]
-    function = getattr(gsm_kernels, op)
+    function = next(operation for operation in OPS if operation.name == op)
     call = to_device(cast(made[op](), DTYPES.get(name, (torch.float64,))[0]))
     whole = gradients(run_by(name, function), call)
     implementation = next(impl for impl in function.impls if impl.name == name)
