@@ -21,7 +21,6 @@ from .pool_groups import pool_groups
 from .rms_norm import rms_norm
 from .rope import rotate
 from .score_slots import score_slots
-from .short_convolution import short_convolution
 from .swiglu import swiglu
 
 OPS: tuple[Op, ...] = (
@@ -36,7 +35,6 @@ OPS: tuple[Op, ...] = (
     mhc_boundary,
     rms_norm,
     swiglu,
-    short_convolution,
     linear_cross_entropy,
 )
 
@@ -65,7 +63,6 @@ __all__ = [
     "rms_norm",
     "rotate",
     "score_slots",
-    "short_convolution",
     "swiglu",
     "using",
 ]

@@ -193,18 +193,6 @@ def documents_of_one_token(make, **sizes) -> dict:
     return call | {name: torch.ones_like(call[name]) for name in ("start_BT", "live_BT")}
 
 
-def convolved(batch=2, tokens=13, stored=2, channels=5, width=4, padding=2, before=0, seed=0) -> dict:
-    """Arguments of `short_convolution`: documents of random lengths, padding in row 0 in two places, and in front of
-    what is stored so many tokens more that are not."""
-    position = packed_positions(max(batch, 1), before + stored + tokens, seed, padding)[:batch, before + stored :]
-    position[:1, tokens // 2 : tokens // 2 + padding] = -1
-    return {
-        "seen_BEC": normal(batch, stored + tokens, channels, seed=seed),
-        "weight": normal(channels, width, seed=seed + 1),
-        "position_BT": position,
-    }
-
-
 def groups(batch=2, tokens=23, channels=6, ratio=2, ends=None, seed=0) -> dict:
     """Arguments of `pool_groups`: groups of packed documents in stream order, as a bank's, or those that are given."""
     position = packed_positions(batch, tokens, seed, padding=min(3, tokens))
@@ -350,24 +338,6 @@ STREAMS = {  # a tile of the kernels has 16 tokens forward, 8 and 16 back
     "more tokens than a piece": {"rows": 300, "width": 48, "like_a_model": True},
     "no token": {"rows": 0},
 }
-CONVOLVED = {
-    "documents that began before": {"stored": 3, "tokens": 29},
-    "documents and padding": {"stored": 0, "tokens": 29},
-    "fewer stored than it sees": {"stored": 1, "tokens": 7, "width": 5, "before": 4},
-    "none stored of what came before": {"stored": 0, "tokens": 17, "before": 9},
-    "more stored than it sees": {"stored": 9, "tokens": 6, "width": 3},
-    "wider than all there is": {"stored": 1, "tokens": 3, "width": 9, "padding": 1, "before": 5},
-    "width 1": {"stored": 2, "tokens": 11, "width": 1},
-    "width 2": {"stored": 1, "tokens": 11, "width": 2},
-    "width 6, in several blocks": {"tokens": 61, "width": 6},
-    "one token": {"stored": 3, "tokens": 1, "batch": 1, "padding": 0},
-    "one channel": {"channels": 1},
-    "odd channels": {"channels": 131, "tokens": 41, "batch": 3},
-    "no token": {"stored": 3, "tokens": 0, "padding": 0},
-    "nothing": {"stored": 0, "tokens": 0, "padding": 0},
-    "no sequence": {"batch": 0},
-    "no channel": {"channels": 0},
-}
 CHUNKED = (2, 3, 31, 32, 33, 101)  # tokens around the chunks of 32
 RULES = {
     " and ".join(name for name, on in kind.items() if on) or "sum": kind
@@ -426,7 +396,6 @@ CASES: Mapping[str, Mapping[str, Case]] = {
         for shape in ((2, 5, 8), (1, 1, 128), (2, 5, 7), (3, 2), (0, 4), (2, 33, 4, 65), (700, 32))
     }
     | {"hardly clamped": partial(product, 2, 5, 8, limit=10.0)},
-    "short_convolution": sizes_of(convolved, CONVOLVED),
     "delta_rule": {
         f"{rule}, {tokens} tokens": partial(recurrence, tokens=tokens, **kind)
         for tokens in (23, *CHUNKED)

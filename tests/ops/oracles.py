@@ -234,16 +234,6 @@ def naive_slot_attention(query, key, value, write, log_decay, start, live, state
     return out, after
 
 
-def naive_convolution(seen_BEC: Tensor, weight: Tensor, position_BT: Tensor) -> Tensor:
-    stored = seen_BEC.shape[1] - position_BT.shape[1]
-    total_BTC = seen_BEC.new_zeros(*position_BT.shape, len(weight))
-    for b, position_T in enumerate(position_BT.tolist()):
-        for t, position in enumerate(position_T):
-            for back in range(min(position, weight.shape[1] - 1, stored + t) + 1):
-                total_BTC[b, t] += weight[:, back] * seen_BEC[b, stored + t - back]
-    return total_BTC
-
-
 def naive_pooling(value_BSC, gate_BSC, end_BF, ratio) -> Tensor:
     pooled = value_BSC.new_zeros(*end_BF.shape, value_BSC.shape[2])
     for b, f in (end_BF >= 0).nonzero().tolist():
@@ -277,7 +267,6 @@ ORACLES = {
     "mhc_boundary": naive_mhc,
     "rms_norm": lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps),
     "swiglu": lambda gate, up, limit: F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit),
-    "short_convolution": naive_convolution,
     "delta_rule": naive_delta_rule,
     "slot_attention": naive_slot_attention,
     "grouped_linear": naive_grouped,

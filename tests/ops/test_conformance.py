@@ -399,7 +399,6 @@ LARGE: dict[str, Callable[[], dict]] = {  # enough rows for several parts and th
     "candidate_pool": lambda: calls.pool(ratio=1, entries=400, rows=300),
     "rms_norm": lambda: calls.norm(1001, 71),
     "swiglu": lambda: calls.product(1001, 71),
-    "short_convolution": lambda: calls.convolved(batch=3, tokens=501, channels=131),
     "mhc_boundary": lambda: calls.hyper_connection(rows=500),
 }
 MANY_ROWS = {"rows": 1100, "entries": 1150, "width": 150, "heads": 3, "channels": 16, "pairs": 4, "k": 6, "ratio": 3}
