@@ -17,7 +17,6 @@ from .index_top_k import candidate_pool, index_top_k
 from .indexer_kl import IndexerLoss, indexer_kl
 from .linear_cross_entropy import linear_cross_entropy
 from .mhc import mhc_boundary
-from .pool_groups import pool_groups
 from .rms_norm import rms_norm
 from .rope import rotate
 from .score_slots import score_slots
@@ -31,7 +30,6 @@ OPS: tuple[Op, ...] = (
     candidate_pool,
     score_slots,
     indexer_kl,
-    pool_groups,
     mhc_boundary,
     rms_norm,
     swiglu,
@@ -59,7 +57,6 @@ __all__ = [
     "linear_cross_entropy",
     "listening",
     "mhc_boundary",
-    "pool_groups",
     "rms_norm",
     "rotate",
     "score_slots",

@@ -193,16 +193,6 @@ def documents_of_one_token(make, **sizes) -> dict:
     return call | {name: torch.ones_like(call[name]) for name in ("start_BT", "live_BT")}
 
 
-def groups(batch=2, tokens=23, channels=6, ratio=2, ends=None, seed=0) -> dict:
-    """Arguments of `pool_groups`: groups of packed documents in stream order, as a bank's, or those that are given."""
-    position = packed_positions(batch, tokens, seed, padding=min(3, tokens))
-    found = [row.nonzero()[:, 0] for row in (position >= 0) & ((position + 1) % ratio == 0)]
-    end = torch.nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=-1) if ends is None else ends
-    gate = None if ratio == 1 else 3 * normal(batch, tokens, channels, seed=seed + 1)
-    value = normal(batch, tokens, channels, seed=seed)
-    return {"value_BSC": value, "gate_BSC": gate, "end_BF": end, "ratio": ratio}
-
-
 def norm(*shape: int, eps: float = 1e-6) -> dict:
     return {"x": normal(*shape), "weight": normal(shape[-1], seed=1), "eps": eps}
 
@@ -344,9 +334,6 @@ RULES = {
     for on in itertools.product((True, False), repeat=3)
     for kind in [dict(zip(("rule", "decay", "by_channel"), on, strict=True))]
 }
-ENDS = {"groups that are given": torch.tensor([[3, 7, 11], [4, 9, -1]]), "no group": torch.full((2, 3), -1)}
-ENDS["no room for a group"] = torch.empty(2, 0, dtype=torch.int64)
-
 Case = Callable[[], dict]
 
 
@@ -372,18 +359,6 @@ CASES: Mapping[str, Mapping[str, Case]] = {
     | {"blocks of three": partial(pool, block=3, ratio=1, entries=40, rows=4)},
     "score_slots": sizes_of(scoring, SCORED),
     "indexer_kl": sizes_of(indexer, LEARNED),
-    "pool_groups": {
-        f"{channels} channels in groups of {ratio}": partial(groups, tokens=60, channels=channels, ratio=ratio)
-        for ratio, channels in ((2, 6), (1, 1), (3, 128), (4, 200), (1, 128))
-    }
-    | {
-        f"{name}, in groups of {ratio}": partial(groups, ratio=ratio, ends=ends)
-        for (name, ends), ratio in itertools.product(ENDS.items(), (1, 2))
-    }
-    | {
-        "groups of sixteen": partial(groups, tokens=32, ratio=16, ends=torch.tensor([[15, 31, -1], [-1, -1, 31]])),
-        "no token": partial(groups, tokens=0, ends=torch.full((2, 3), -1)),
-    },
     "mhc_boundary": sizes_of(hyper_connection, STREAMS),
     "rms_norm": {
         str(shape): partial(norm, *shape)
@@ -436,7 +411,6 @@ MODELS: dict[str, list[Case]] = {  # calls of a model's sizes, which only a GPU 
         partial(indexer, **TAUGHT, dense=False),
         *(partial(indexer, **{**TAUGHT, **size}) for size in ({}, {"heads": 64, "ratio": 1}, {"heads": 4})),
     ],
-    "pool_groups": [partial(groups, tokens=4096, channels=128, ratio=ratio) for ratio in (1, 2, 4)],
     "mhc_boundary": [
         partial(hyper_connection, rounds=20, like_a_model=True, width=width, rows=rows)
         for width, rows in ((2048, 300), (1024, 2100))

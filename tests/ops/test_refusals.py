@@ -35,7 +35,6 @@ BAD = [  # operation, what is changed in its ordinary call, words
     ("attend_range", {"value_BFGC": ZERO(2, 16, 2, 8)}, "F = 16", "F = 17 by key_BFGC"),
     ("attend_range", {**dict.fromkeys(KEYS, ZERO(2, 6, 2, 8)), "width": 4}, "6 slots"),
     ("index_top_k", {"k": 0}, "k = 0", "at least 1"),
-    ("pool_groups", {"gate_BSC": None}, "ratio = 2", "gate_BSC"),
     ("mhc_boundary", {"phi": ZERO(5, 24)}, "4 streams", "(24, 24)"),
     ("rms_norm", {"weight": torch.ones(3)}, "(3,)", "(2, 5, 8)"),
 ]
@@ -61,7 +60,6 @@ NOT_FOR = [  # operation, forced implementation, call in float32, words
     ("mhc_boundary", "triton", lambda: calls.hyper_connection(streams=3), "1, 2, 4, 8 streams", "got 3"),
     ("mhc_boundary", "triton", lambda: calls.hyper_connection(rounds=33), "at most 32 rounds"),
     ("mhc_boundary", "numba", lambda: calls.hyper_connection(streams=2), "made for 4 streams", "got 2"),
-    ("pool_groups", "triton", lambda: calls.groups(ratio=17, tokens=40), "at most 16 tokens", "ratio = 17"),
     ("rms_norm", "triton", lambda: calls.norm(2, WIDEST + 1), f"at most {WIDEST} numbers", f"got {WIDEST + 1}"),
     ("linear_cross_entropy", "triton", two_halves, "one half-precision type", "bfloat16 and float16"),
     ("index_top_k", "triton", lambda: calls.selection(ratio=1, k=20_000), "too few for k = 20000"),
