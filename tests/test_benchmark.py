@@ -25,7 +25,6 @@ TINY = (
     workloads.mhc_boundary("mhc_boundary tiny", 4, width=16),
     workloads.rms_norm("rms_norm tiny", 4, width=16),
     workloads.swiglu("swiglu tiny", 4, width=16),
-    workloads.pool_groups("pool_groups tiny", 16, channels=8),
     workloads.linear_cross_entropy("linear_cross_entropy tiny", 8, width=16, vocabulary=32),
 )
 ROOF = timing.Ceilings(1e12, 1e11, "float32")

@@ -15,8 +15,8 @@ from typing import Any
 import nbformat
 import pytest
 
-import gsm_kernels
 from gsm.config.options import HIDDEN
+from gsm.layers.operations import OPS
 from gsm.paths import ROOT, variants
 
 DOCS = ROOT / "docs"
@@ -89,7 +89,7 @@ def test_every_slot_of_a_model_has_its_page():
 
 def test_every_operation_is_on_the_page_of_kernels():
     text = (DOCS / "kernels.md").read_text()
-    assert [op.name for op in gsm_kernels.OPS if f"`{op.name}`" not in text] == []
+    assert [op.name for op in OPS if f"`{op.name}`" not in text] == []
 
 
 def test_every_module_is_in_the_reference():

@@ -28,6 +28,7 @@ from gsm.costs.model import cost
 from gsm.costs.room import needs, refusal
 from gsm.data.module import TextData
 from gsm.engine import Engine
+from gsm.layers.operations import OPS
 from gsm.models.base import LanguageModel
 from gsm.tables import length_text
 from gsm_kernels import explain
@@ -138,7 +139,7 @@ def _measure(cases: Sequence[Case], file: results.Results, served: Callable[[str
     with file.measuring(rows):
         for case, row in take_turns(cases, served):
             name = case.name(protocol)
-            file.add(name, {**rows[name], **row, "kernels": explain()})
+            file.add(name, {**rows[name], **row, "kernels": explain(OPS)})
 
 
 def _served(models: Sequence[Model], protocol: Protocol, device: torch.device) -> Callable[[str], Served]:

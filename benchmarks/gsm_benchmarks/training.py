@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gsm.config.load import instantiate
+from gsm.layers.operations import OPS
 from gsm.models.base import LanguageModel
 from gsm.training.module import LanguageModeling
 from gsm.training.optimizer import AdamW
@@ -106,7 +107,7 @@ def measure(job: Job, device: torch.device, compile: bool = False) -> dict[str, 
     roof = timing.ceilings(device)
     plain = known_cost(job.of, job.size, ("model.recompute=false",))  # recomputed activations do not count as work
     flops = job.batch * plain.training_flops(job.context).total()
-    row = {"flops": flops, "kernels": explain(), "ceilings": roof._asdict()}
+    row = {"flops": flops, "kernels": explain(OPS), "ceilings": roof._asdict()}
     row |= {"parameters": sum(p.numel() for p in plain.model.parameters())}
     laps = machine.in_memory(lambda: timed(job, device, compile))
     machine.free()

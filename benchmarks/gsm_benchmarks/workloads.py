@@ -78,7 +78,6 @@ def gates() -> tuple[Case, ...]:
         mhc_boundary("mhc_boundary 16K", 16384),
         rms_norm("rms_norm 16K", 16384),
         swiglu("swiglu 16K", 16384),
-        pool_groups("pool_groups 16K", 16384),
         linear_cross_entropy("linear_cross_entropy 16K", 16384),
         *decoding(),
     )
@@ -236,17 +235,6 @@ def swiglu(name: str, tokens: int, width: int = INNER) -> Case:
         return {"gate": gate, "up": up, "limit": 10.0}
 
     return Case(name, "swiglu", make, _streaming(tokens * width, 3, 5))
-
-
-def pool_groups(name: str, tokens: int, channels: int = CHANNELS) -> Case:
-    """Groups of RATIO tokens."""
-
-    def make(device: torch.device, dtype: torch.dtype) -> Call:
-        value, gate = (torch.randn(1, tokens, channels, device=device, dtype=dtype) for _ in range(2))
-        end = torch.arange(RATIO - 1, tokens, RATIO, device=device)[None]
-        return {"value_BSC": value, "gate_BSC": gate, "end_BF": end, "ratio": RATIO}
-
-    return Case(name, "pool_groups", make, _streaming(tokens * channels, 2 + 1 / RATIO, 4 + 1 / RATIO))
 
 
 def linear_cross_entropy(name: str, tokens: int, width: int = MODEL, vocabulary: int = VOCABULARY) -> Case:

@@ -6,50 +6,40 @@ Every operation computes in at least float32 and returns the dtype of its inputs
 implementation is chosen per call: see `gsm_kernels.dispatch`, or run `python -m gsm_kernels`.
 """
 
+from collections.abc import Sequence
+
 from . import cpu  # noqa: F401  compiled loops add themselves to the operations
 from .attend import attend
 from .attend_band import attend_band
-from .attend_blocks import attend_blocks
 from .attend_range import attend_range
-from .delta_rule import delta_rule
 from .dispatch import Impl, Op, listening, using
-from .grouped_linear import grouped_linear
 from .index_top_k import candidate_pool, index_top_k
 from .indexer_kl import IndexerLoss, indexer_kl
 from .linear_cross_entropy import linear_cross_entropy
 from .mhc import mhc_boundary
-from .pool_groups import pool_groups
 from .rms_norm import rms_norm
 from .rope import rotate
 from .score_slots import score_slots
-from .short_convolution import short_convolution
-from .slot_attention import slot_attention
 from .swiglu import swiglu
 
 OPS: tuple[Op, ...] = (
     attend,
     attend_band,
     attend_range,
-    attend_blocks,
     index_top_k,
     candidate_pool,
     score_slots,
     indexer_kl,
-    pool_groups,
     mhc_boundary,
     rms_norm,
     swiglu,
-    short_convolution,
-    delta_rule,
-    slot_attention,
-    grouped_linear,
     linear_cross_entropy,
 )
 
 
-def explain() -> dict[str, str]:
+def explain(ops: Sequence[Op] = OPS) -> dict[str, str]:
     """Return "implementation: reason" for every operation, on this machine with its GSM_KERNELS."""
-    return {op.name: ": ".join(op.explain()) for op in OPS}
+    return {op.name: ": ".join(op.explain()) for op in ops}
 
 
 __all__ = [
@@ -59,23 +49,17 @@ __all__ = [
     "Op",
     "attend",
     "attend_band",
-    "attend_blocks",
     "attend_range",
     "candidate_pool",
-    "delta_rule",
     "explain",
-    "grouped_linear",
     "index_top_k",
     "indexer_kl",
     "linear_cross_entropy",
     "listening",
     "mhc_boundary",
-    "pool_groups",
     "rms_norm",
     "rotate",
     "score_slots",
-    "short_convolution",
-    "slot_attention",
     "swiglu",
     "using",
 ]

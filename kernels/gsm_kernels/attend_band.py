@@ -13,17 +13,14 @@ shared key and value head (Shazeer 2019).
 from functools import partial
 
 from . import launch
-from .attend import flash, reference, triton
+from .attend import reference, triton
 from .attend.inputs import band, check_window
 from .dispatch import Impl, Op
 
 attend_band = Op(
     "attend_band",
     reference.attend,
-    (
-        Impl("triton", triton.attend, triton.refuses, launch.missing),
-        Impl("flash", flash.attend_band, flash.refuses, flash.missing),
-    ),
+    (Impl("triton", triton.attend, triton.refuses, launch.missing),),
     inputs=band,
     check=partial(check_window, "attend_band"),
     doc=__doc__,

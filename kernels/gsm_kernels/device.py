@@ -109,19 +109,16 @@ def no_nvidia_gpu() -> str | None:
     return "runs on NVIDIA GPUs only, and this is an AMD GPU" if torch.version.hip else None
 
 
-def absent(package: str, *modules: str, with_triton: bool = True) -> str | None:
-    """Return why a package of GPU kernels cannot be used, or None. It imports these modules to find out.
-
-    `with_triton`: Triton compiles its kernels.
-    """
-    return "cannot be traced into a graph" if torch.compiler.is_compiling() else _absent(package, with_triton, *modules)
+def absent(package: str, *modules: str) -> str | None:
+    """Return why a package of Triton kernels cannot be used, or None. It imports these modules to find out."""
+    return "cannot be traced into a graph" if torch.compiler.is_compiling() else _absent(package, *modules)
 
 
 @functools.cache
-def _absent(package: str, with_triton: bool, *modules: str) -> str | None:
+def _absent(package: str, *modules: str) -> str | None:
     if (refusal := no_nvidia_gpu()) is not None:
         return f"{package} {refusal}"
-    if with_triton and (refusal := unfenced_triton()) is not None:
+    if (refusal := unfenced_triton()) is not None:
         return refusal
     if importlib.util.find_spec(package) is None:
         return f"{package} is not installed"

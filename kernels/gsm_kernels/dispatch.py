@@ -30,7 +30,7 @@ from torch import Tensor
 
 from .device import full_precision
 
-CHOICES = ("auto", "reference", "triton", "numba", "sdpa", "xformers", "chunked", "fla", "flash", "grouped_mm")
+CHOICES = ("auto", "reference", "triton", "numba", "sdpa", "xformers", "chunked", "fla", "grouped_mm")
 REMEMBERED = 256  # cached checks per operation; a growing bank needs new ones all the time
 
 
@@ -75,7 +75,7 @@ class Op:
     reference: Callable[..., Any]
     fast: tuple[Impl, ...] = ()
     inputs: Callable[..., Any] | None = None
-    check: Callable[..., None] = _nothing
+    check: Callable[..., object] = _nothing
     doc: str | None = None
 
     def __post_init__(self) -> None:
@@ -116,7 +116,8 @@ class Op:
     def _check_once(self, inputs: Any) -> None:
         """Check the inputs, unless inputs with the same shapes and numbers have been checked."""
         if torch.compiler.is_compiling():
-            return self.check(inputs)
+            self.check(inputs)
+            return
         shapes = tuple([x.shape if isinstance(x, Tensor) else x for x in inputs])
         if shapes not in self._checked:
             self.check(inputs)

@@ -193,28 +193,6 @@ def documents_of_one_token(make, **sizes) -> dict:
     return call | {name: torch.ones_like(call[name]) for name in ("start_BT", "live_BT")}
 
 
-def convolved(batch=2, tokens=13, stored=2, channels=5, width=4, padding=2, before=0, seed=0) -> dict:
-    """Arguments of `short_convolution`: documents of random lengths, padding in row 0 in two places, and in front of
-    what is stored so many tokens more that are not."""
-    position = packed_positions(max(batch, 1), before + stored + tokens, seed, padding)[:batch, before + stored :]
-    position[:1, tokens // 2 : tokens // 2 + padding] = -1
-    return {
-        "seen_BEC": normal(batch, stored + tokens, channels, seed=seed),
-        "weight": normal(channels, width, seed=seed + 1),
-        "position_BT": position,
-    }
-
-
-def groups(batch=2, tokens=23, channels=6, ratio=2, ends=None, seed=0) -> dict:
-    """Arguments of `pool_groups`: groups of packed documents in stream order, as a bank's, or those that are given."""
-    position = packed_positions(batch, tokens, seed, padding=min(3, tokens))
-    found = [row.nonzero()[:, 0] for row in (position >= 0) & ((position + 1) % ratio == 0)]
-    end = torch.nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=-1) if ends is None else ends
-    gate = None if ratio == 1 else 3 * normal(batch, tokens, channels, seed=seed + 1)
-    value = normal(batch, tokens, channels, seed=seed)
-    return {"value_BSC": value, "gate_BSC": gate, "end_BF": end, "ratio": ratio}
-
-
 def norm(*shape: int, eps: float = 1e-6) -> dict:
     return {"x": normal(*shape), "weight": normal(shape[-1], seed=1), "eps": eps}
 
@@ -350,33 +328,12 @@ STREAMS = {  # a tile of the kernels has 16 tokens forward, 8 and 16 back
     "more tokens than a piece": {"rows": 300, "width": 48, "like_a_model": True},
     "no token": {"rows": 0},
 }
-CONVOLVED = {
-    "documents that began before": {"stored": 3, "tokens": 29},
-    "documents and padding": {"stored": 0, "tokens": 29},
-    "fewer stored than it sees": {"stored": 1, "tokens": 7, "width": 5, "before": 4},
-    "none stored of what came before": {"stored": 0, "tokens": 17, "before": 9},
-    "more stored than it sees": {"stored": 9, "tokens": 6, "width": 3},
-    "wider than all there is": {"stored": 1, "tokens": 3, "width": 9, "padding": 1, "before": 5},
-    "width 1": {"stored": 2, "tokens": 11, "width": 1},
-    "width 2": {"stored": 1, "tokens": 11, "width": 2},
-    "width 6, in several blocks": {"tokens": 61, "width": 6},
-    "one token": {"stored": 3, "tokens": 1, "batch": 1, "padding": 0},
-    "one channel": {"channels": 1},
-    "odd channels": {"channels": 131, "tokens": 41, "batch": 3},
-    "no token": {"stored": 3, "tokens": 0, "padding": 0},
-    "nothing": {"stored": 0, "tokens": 0, "padding": 0},
-    "no sequence": {"batch": 0},
-    "no channel": {"channels": 0},
-}
 CHUNKED = (2, 3, 31, 32, 33, 101)  # tokens around the chunks of 32
 RULES = {
     " and ".join(name for name, on in kind.items() if on) or "sum": kind
     for on in itertools.product((True, False), repeat=3)
     for kind in [dict(zip(("rule", "decay", "by_channel"), on, strict=True))]
 }
-ENDS = {"groups that are given": torch.tensor([[3, 7, 11], [4, 9, -1]]), "no group": torch.full((2, 3), -1)}
-ENDS["no room for a group"] = torch.empty(2, 0, dtype=torch.int64)
-
 Case = Callable[[], dict]
 
 
@@ -402,18 +359,6 @@ CASES: Mapping[str, Mapping[str, Case]] = {
     | {"blocks of three": partial(pool, block=3, ratio=1, entries=40, rows=4)},
     "score_slots": sizes_of(scoring, SCORED),
     "indexer_kl": sizes_of(indexer, LEARNED),
-    "pool_groups": {
-        f"{channels} channels in groups of {ratio}": partial(groups, tokens=60, channels=channels, ratio=ratio)
-        for ratio, channels in ((2, 6), (1, 1), (3, 128), (4, 200), (1, 128))
-    }
-    | {
-        f"{name}, in groups of {ratio}": partial(groups, ratio=ratio, ends=ends)
-        for (name, ends), ratio in itertools.product(ENDS.items(), (1, 2))
-    }
-    | {
-        "groups of sixteen": partial(groups, tokens=32, ratio=16, ends=torch.tensor([[15, 31, -1], [-1, -1, 31]])),
-        "no token": partial(groups, tokens=0, ends=torch.full((2, 3), -1)),
-    },
     "mhc_boundary": sizes_of(hyper_connection, STREAMS),
     "rms_norm": {
         str(shape): partial(norm, *shape)
@@ -426,7 +371,6 @@ CASES: Mapping[str, Mapping[str, Case]] = {
         for shape in ((2, 5, 8), (1, 1, 128), (2, 5, 7), (3, 2), (0, 4), (2, 33, 4, 65), (700, 32))
     }
     | {"hardly clamped": partial(product, 2, 5, 8, limit=10.0)},
-    "short_convolution": sizes_of(convolved, CONVOLVED),
     "delta_rule": {
         f"{rule}, {tokens} tokens": partial(recurrence, tokens=tokens, **kind)
         for tokens in (23, *CHUNKED)
@@ -467,7 +411,6 @@ MODELS: dict[str, list[Case]] = {  # calls of a model's sizes, which only a GPU 
         partial(indexer, **TAUGHT, dense=False),
         *(partial(indexer, **{**TAUGHT, **size}) for size in ({}, {"heads": 64, "ratio": 1}, {"heads": 4})),
     ],
-    "pool_groups": [partial(groups, tokens=4096, channels=128, ratio=ratio) for ratio in (1, 2, 4)],
     "mhc_boundary": [
         partial(hyper_connection, rounds=20, like_a_model=True, width=width, rows=rows)
         for width, rows in ((2048, 300), (1024, 2100))

@@ -234,25 +234,6 @@ def naive_slot_attention(query, key, value, write, log_decay, start, live, state
     return out, after
 
 
-def naive_convolution(seen_BEC: Tensor, weight: Tensor, position_BT: Tensor) -> Tensor:
-    stored = seen_BEC.shape[1] - position_BT.shape[1]
-    total_BTC = seen_BEC.new_zeros(*position_BT.shape, len(weight))
-    for b, position_T in enumerate(position_BT.tolist()):
-        for t, position in enumerate(position_T):
-            for back in range(min(position, weight.shape[1] - 1, stored + t) + 1):
-                total_BTC[b, t] += weight[:, back] * seen_BEC[b, stored + t - back]
-    return total_BTC
-
-
-def naive_pooling(value_BSC, gate_BSC, end_BF, ratio) -> Tensor:
-    pooled = value_BSC.new_zeros(*end_BF.shape, value_BSC.shape[2])
-    for b, f in (end_BF >= 0).nonzero().tolist():
-        members = slice(int(end_BF[b, f]) - ratio + 1, int(end_BF[b, f]) + 1)
-        weight = 1.0 if ratio == 1 else torch.softmax(gate_BSC[b, members], 0)
-        pooled[b, f] = (weight * value_BSC[b, members]).sum(0)
-    return pooled
-
-
 def naive_grouped(x_MD, weight_END, end_E) -> Tensor:
     group = [next(e for e, end in enumerate(end_E.tolist()) if m < end) for m in range(len(x_MD))]
     return torch.stack([weight_END[e] @ x for e, x in zip(group, x_MD, strict=True)])
@@ -273,11 +254,9 @@ ORACLES = {
     "candidate_pool": naive_pool,
     "score_slots": naive_slot_scores,
     "indexer_kl": naive_kl,
-    "pool_groups": naive_pooling,
     "mhc_boundary": naive_mhc,
     "rms_norm": lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps),
     "swiglu": lambda gate, up, limit: F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit),
-    "short_convolution": naive_convolution,
     "delta_rule": naive_delta_rule,
     "slot_attention": naive_slot_attention,
     "grouped_linear": naive_grouped,

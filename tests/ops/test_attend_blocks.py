@@ -5,7 +5,8 @@ import torch
 from calls import blocks, cast
 from closeness import relative_error
 
-from gsm_kernels import attend_blocks, listening, using
+from gsm.layers.attend_blocks import attend_blocks
+from gsm_kernels import listening, using
 
 
 def test_what_is_gathered_and_what_is_masked():

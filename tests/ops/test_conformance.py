@@ -33,13 +33,14 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import gsm_kernels
-from gsm_kernels import OPS, Op, using
+from gsm.layers.operations import OPS
+from gsm_kernels import Op, using
 from gsm_kernels.attend_range import sdpa
 from gsm_kernels.cpu import native
 
 CALLS = every_call()
 CHOOSES = ("index_top_k", "candidate_pool")  # integers, which have no gradient
-PLAIN = ("grouped_linear", "pool_groups")  # PyTorch differentiates their references itself, any number of times
+PLAIN = ("grouped_linear",)  # PyTorch differentiates its reference itself, any number of times
 HALF = (torch.bfloat16, torch.float16)
 DTYPES = {  # by implementation: what it computes in, or rounds what it reads from and writes to
     "numba": (torch.float32, *HALF),
@@ -278,7 +279,6 @@ LOUD = {  # by operation: an argument, and a factor that takes it out of the ran
     **dict.fromkeys(("attend", "attend_band", "attend_range", "attend_blocks"), ("query_BRHC", 1e4)),
     "mhc_boundary": ("bias", 300.0),
     "swiglu": ("gate", 100.0),
-    "pool_groups": ("gate_BSC", 1e4),
     "delta_rule": ("channel_decay_BTHC", 60.0),
     "slot_attention": ("log_decay_BTHM", 60.0),
 }
@@ -297,7 +297,7 @@ def test_large_numbers_overflow_neither_forward_nor_backward(op, name):
     if op.name.startswith("attend"):
         return  # the rounding of such scores decides the weights
     expected = gradients(run_by("reference", op), cast(call, torch.float64))
-    if op.name in ("swiglu", "pool_groups"):
+    if op.name == "swiglu":
         assert_near((outs, grads), expected)
     for out, wanted in zip(outs, expected[0], strict=True):
         assert_one("output", out, wanted, False)
@@ -398,7 +398,6 @@ LARGE: dict[str, Callable[[], dict]] = {  # enough rows for several parts and th
     "candidate_pool": lambda: calls.pool(ratio=1, entries=400, rows=300),
     "rms_norm": lambda: calls.norm(1001, 71),
     "swiglu": lambda: calls.product(1001, 71),
-    "short_convolution": lambda: calls.convolved(batch=3, tokens=501, channels=131),
     "mhc_boundary": lambda: calls.hyper_connection(rows=500),
 }
 MANY_ROWS = {"rows": 1100, "entries": 1150, "width": 150, "heads": 3, "channels": 16, "pairs": 4, "k": 6, "ratio": 3}
@@ -479,7 +478,7 @@ IN_CHUNKS = {  # by implementation: what makes its chunks short, and calls of se
 )
 def test_chunks_of_rows_change_nothing(name, op, monkeypatch):
     short, made = IN_CHUNKS[name]
-    function = getattr(gsm_kernels, op)
+    function = next(operation for operation in OPS if operation.name == op)
     call = to_device(cast(made[op](), DTYPES.get(name, (torch.float64,))[0]))
     whole = gradients(run_by(name, function), call)
     implementation = next(impl for impl in function.impls if impl.name == name)

@@ -10,9 +10,9 @@ import torch
 from calls import cast, recurrence
 from closeness import assert_close, relative_error
 
-from gsm_kernels import delta_rule, listening, using
-from gsm_kernels.delta_rule import fla, reference
-from gsm_kernels.delta_rule.inputs import Inputs
+from gsm.layers import delta_rule as module
+from gsm.layers.delta_rule import Inputs, delta_rule
+from gsm_kernels import listening, using
 
 KINDS = [
     {"rule": rule, "decay": decay, "by_channel": by_channel}
@@ -57,7 +57,7 @@ def stand_in(family, form):
             never = torch.zeros(q_.shape[:2], dtype=torch.bool)
             decays = (None, g_) if family == "kda" else (g_, None)
             inputs = Inputs(q_, k_, v_, beta_, decays[0], never, ~never, initial_state[number][None], scale, decays[1])
-            out, state = reference.delta_rule(inputs)
+            out, state = delta_rule.reference(inputs)
             outs.append(out)
             states.append(state)
         return torch.cat(outs, dim=0 if cu_seqlens is None else 1), torch.cat(states)
@@ -74,21 +74,21 @@ borrowed = pytest.mark.parametrize("kind", BORROWED, ids=[NAMES[KINDS.index(kind
 @pytest.mark.parametrize("tokens", [1, 37])
 @torch.no_grad()
 def test_documents_become_sequences_end_to_end(kind, tokens, monkeypatch):
-    monkeypatch.setattr(fla, "_kernel", stand_in)
+    monkeypatch.setattr(module, "_kernel", stand_in)
     for seed in range(3):
         inputs = Inputs(**recurrence(batch=3, tokens=tokens, seed=seed, **kind))
-        out, state = fla.delta_rule(inputs)
-        expected_out, expected_state = reference.delta_rule(inputs)
+        out, state = module._by_fla(inputs)
+        expected_out, expected_state = delta_rule.reference(inputs)
         assert_close(out, expected_out)
         assert_close(state, expected_state, name="state")
 
 
-@pytest.mark.parametrize("family", fla.FAMILIES)
+@pytest.mark.parametrize("family", module.FAMILIES)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_library_s_functions_take_what_they_are_given(family):
     pytest.importorskip("fla.ops")
     for form in ("chunk", "fused_recurrent"):
-        function = fla._kernel(family, form)
+        function = module._kernel(family, form)
         call = {"q": 0, "k": 0, "v": 0, "scale": 0, "initial_state": 0, "output_final_state": True, "cu_seqlens": 0}
         call |= {"beta": 0} if family != "simple_gla" else {}
         call |= {"g": 0} if family != "delta_rule" else {}

@@ -61,7 +61,6 @@ MADE: dict[str, Callable[[bool], Case | dict]] = {
     "mhc_boundary": lambda real: workloads.mhc_boundary("", *((16384,) if real else (17, 16))),
     "rms_norm": lambda real: workloads.rms_norm("", *((16384,) if real else (4, 16))),
     "swiglu": lambda real: workloads.swiglu("", *((16384,) if real else (4, 16))),
-    "pool_groups": lambda real: workloads.pool_groups("", *((16384,) if real else (8, 16))),
     "linear_cross_entropy": lambda real: workloads.linear_cross_entropy("", *((16384,) if real else (4, 16, 40))),
 }
 each = pytest.mark.parametrize("name", MADE)

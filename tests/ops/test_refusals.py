@@ -13,12 +13,13 @@ from calls import cast, every_call
 from check import to_device
 
 import gsm_kernels
-from gsm_kernels import OPS, using
+from gsm.layers.grouped_linear import _unfit_for_grouped_mm
+from gsm.layers.operations import OPS
+from gsm_kernels import using
 from gsm_kernels.attend_range import xformers
 from gsm_kernels.attend_range.inputs import Inputs as Ranges
 from gsm_kernels.cpu import native
 from gsm_kernels.device import unfit_for_package
-from gsm_kernels.grouped_linear import grouped_mm
 from gsm_kernels.rms_norm.triton import WIDEST
 
 ZERO = torch.zeros
@@ -33,39 +34,17 @@ BAD = [  # operation, what is changed in its ordinary call, words
     ("attend_range", dict.fromkeys(KEYS, ZERO(2, 17, 3, 8)), "3 key and value heads", "divide"),
     ("attend_range", {"value_BFGC": ZERO(2, 16, 2, 8)}, "F = 16", "F = 17 by key_BFGC"),
     ("attend_range", {**dict.fromkeys(KEYS, ZERO(2, 6, 2, 8)), "width": 4}, "6 slots"),
-    ("attend_blocks", {"block": 0}, "block = 0", "at least 1"),
-    (
-        "attend_blocks",
-        dict.fromkeys(KEYS, ZERO(2, 17, 3, 8)) | {"chosen_BRGN": ZERO(2, 11, 3, 4).long()},
-        "3 key",
-        "4 query",
-    ),
     ("index_top_k", {"k": 0}, "k = 0", "at least 1"),
-    ("pool_groups", {"gate_BSC": None}, "ratio = 2", "gate_BSC"),
     ("mhc_boundary", {"phi": ZERO(5, 24)}, "4 streams", "(24, 24)"),
     ("rms_norm", {"weight": torch.ones(3)}, "(3,)", "(2, 5, 8)"),
-    ("short_convolution", {"weight": ZERO(6, 4)}, "(2, 15, 5)", "[B, E, C]"),
-    ("short_convolution", {"weight": ZERO(5, 0)}, "(2, 15, 5)", "[B, E, C]"),
-    ("short_convolution", {"weight": ZERO(5)}, "(2, 15, 5)", "[B, E, C]"),
-    ("short_convolution", {"position_BT": ZERO(3, 13).long()}, "(2, 15, 5)", "[B, E, C]"),
-    ("short_convolution", {"position_BT": ZERO(2, 16).long()}, "(2, 15, 5)", "[B, E, C]"),
-    ("slot_attention", {"state_BHMU": ZERO(2, 2, 3, 4)}, "U must be 2 C", "got 4"),
 ]
 
 
 @pytest.mark.parametrize(("op", "change", "words"), [(op, change, words) for op, change, *words in BAD])
 def test_shapes_and_numbers_that_do_not_fit_are_named(op, change, words):
-    call = calls.convolved() if op == "short_convolution" else every_call()[op]
     with pytest.raises(ValueError) as error:
-        getattr(gsm_kernels, op)(**call | change)
+        getattr(gsm_kernels, op)(**every_call()[op] | change)
     assert all(word in str(error.value) for word in words), error.value
-
-
-@pytest.mark.parametrize("op", ["delta_rule", "slot_attention"])
-def test_a_recurrence_without_a_token_is_refused(op):
-    call = every_call()[op]
-    with pytest.raises(ValueError, match=f"^{op}: "):
-        getattr(gsm_kernels, op)(**call | {k: v[:, :0] for k, v in call.items() if "_BT" in k and v is not None})
 
 
 def two_halves() -> dict:
@@ -81,7 +60,6 @@ NOT_FOR = [  # operation, forced implementation, call in float32, words
     ("mhc_boundary", "triton", lambda: calls.hyper_connection(streams=3), "1, 2, 4, 8 streams", "got 3"),
     ("mhc_boundary", "triton", lambda: calls.hyper_connection(rounds=33), "at most 32 rounds"),
     ("mhc_boundary", "numba", lambda: calls.hyper_connection(streams=2), "made for 4 streams", "got 2"),
-    ("pool_groups", "triton", lambda: calls.groups(ratio=17, tokens=40), "at most 16 tokens", "ratio = 17"),
     ("rms_norm", "triton", lambda: calls.norm(2, WIDEST + 1), f"at most {WIDEST} numbers", f"got {WIDEST + 1}"),
     ("linear_cross_entropy", "triton", two_halves, "one half-precision type", "bfloat16 and float16"),
     ("index_top_k", "triton", lambda: calls.selection(ratio=1, k=20_000), "too few for k = 20000"),
@@ -167,5 +145,5 @@ def test_packages_take_one_half_type():
 )
 def test_pytorch_s_grouped_product_refuses_what_it_cannot_load(width, dtype, words, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    reason = grouped_mm.refuses(ZERO(3, width, dtype=dtype), ZERO(4, 8, width, dtype=dtype), ZERO(4).int())
+    reason = _unfit_for_grouped_mm(ZERO(3, width, dtype=dtype), ZERO(4, 8, width, dtype=dtype), ZERO(4).int())
     assert reason is None if words is None else words in reason

@@ -240,7 +240,6 @@ MORE: dict[str, list[dict]] = {  # for what an ordinary call leaves out
     "index_top_k": [in_spans()],
     "indexer_kl": [{**indexer(), "dense": False}],
     "mhc_boundary": [{**hyper_connection(batch=1, width=60), "rounds": 3}],
-    "pool_groups": [{**CALLS["pool_groups"], "ratio": 1}],
     "rms_norm": [{"x": normal(2, 5, 6), "weight": normal(6, seed=1)}],
 }
 # Masks of loads that nobody misses at these sizes, by function: the lanes stay within their tensor, and what they read

@@ -3,6 +3,6 @@
 Without them, operations run with PyTorch. To remove them, delete this folder and its import in `gsm_kernels`.
 """
 
-from . import attend, attend_range, index_top_k, mhc, rms_norm, short_convolution, swiglu
+from . import attend, attend_range, index_top_k, mhc, rms_norm, swiglu
 
-__all__ = ["attend", "attend_range", "index_top_k", "mhc", "rms_norm", "short_convolution", "swiglu"]
+__all__ = ["attend", "attend_range", "index_top_k", "mhc", "rms_norm", "swiglu"]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gsm.cache.store import Window, WindowStore
 from gsm.errors import within
 from gsm.layers.costs import ProductCost, Store
 from gsm.layers.linear import draw
-from gsm_kernels import short_convolution
-from gsm_kernels.device import in_dtype
+from gsm_kernels.device import at_least_float32, in_dtype
+from gsm_kernels.recomputed import recomputed
 
 
 class ShortConvolution(nn.Module):
@@ -63,3 +64,20 @@ class ShortConvolution(nn.Module):
     def products(self) -> ProductCost:
         """Return the cost per token: a product of every channel with each of its weights."""
         return ProductCost(self.weight.numel(), 2 * len(self.weight), self.weight.numel())
+
+
+def short_convolution(seen_BEC: Tensor, weight_CW: Tensor, position_BT: Tensor) -> Tensor:
+    """Return what `ShortConvolution.forward` does; backward keeps the arguments alone, and computes the rest again."""
+    return recomputed(_sum, seen_BEC, weight_CW, position_BT)
+
+
+def _sum(seen_BEC: Tensor, weight_CW: Tensor, position_BT: Tensor) -> Tensor:
+    length, width = position_BT.shape[1], weight_CW.shape[1]
+    before = seen_BEC.shape[1] - length
+    wide_BEC = F.pad(at_least_float32(seen_BEC), (0, 0, width - 1 - before, 0))
+    tap_WC = in_dtype(weight_CW, wide_BEC.dtype).T.contiguous()
+    total_BTC = torch.zeros_like(wide_BEC[:, width - 1 :])
+    for back, tap_C in enumerate(tap_WC):
+        reached_BT1 = (position_BT >= back)[..., None]
+        total_BTC = total_BTC.addcmul(wide_BEC[:, width - 1 - back :][:, :length] * reached_BT1, tap_C)
+    return in_dtype(total_BTC, seen_BEC.dtype)

@@ -22,9 +22,10 @@ from gsm.errors import within
 from gsm.exchange import routed
 from gsm.layers.costs import ProductCost, products
 from gsm.layers.feed_forward import Balance, Fed, SwiGLU
+from gsm.layers.grouped_linear import grouped_linear
 from gsm.layers.linear import INTO_RESIDUAL, Linear, draw
 from gsm.shapes import lowered, promoted
-from gsm_kernels import grouped_linear, swiglu
+from gsm_kernels import swiglu
 from gsm_kernels.device import full_precision
 
 TINY = 1e-20  # keeps the gradient of a square root, and a quotient, finite

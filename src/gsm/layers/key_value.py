@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gsm.cache.slots import Slots
+from gsm.layers.attend_blocks import attend_blocks
 from gsm.layers.costs import LayerCost, ProductCost, Store, attention, products
 from gsm.layers.linear import Linear
 from gsm.layers.projections import OutputProjection, Query, Shape
@@ -19,7 +20,7 @@ from gsm.layers.rope import Angles, Rope
 from gsm.observe import tap
 from gsm.shapes import last_rows, promoted
 from gsm.span import Span
-from gsm_kernels import attend_blocks, attend_range, rotate
+from gsm_kernels import attend_range, rotate
 from gsm_kernels.device import full_precision
 from gsm_kernels.slots import visible, visible_blocks
 

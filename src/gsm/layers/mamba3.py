@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gsm.layers.delta_rule import delta_rule
 from gsm.layers.gated_delta_net import fresh_steps
 from gsm.layers.linear import Linear
 from gsm.layers.norm import RMSNorm
 from gsm.layers.projections import Shape
 from gsm.layers.recurrence import Recurrence
 from gsm.shapes import promoted
-from gsm_kernels import delta_rule
 
 SLOWEST = 1e-4  # lower bound of the decay rate of a state
 

@@ -18,7 +18,8 @@ from gsm.layers.costs import POOL_BLOCK, AttentionCost, LayerCost, ProductCost, 
 from gsm.layers.linear import INTO_RESIDUAL, GroupedLinear, Linear
 from gsm.layers.norm import RMSNorm
 from gsm.layers.rope import Angles
-from gsm_kernels import pool_groups, rotate
+from gsm_kernels import rotate
+from gsm_kernels.device import at_least_float32, in_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +124,36 @@ class Compressor(nn.Module):
         Returns:
             latent_BGC, normed, not rotated.
         """
-        end_BG = torch.where(slots.end_BG < 0, -1, slots.end_BG + (seen_BEC.shape[1] - new))
-        value_BEC = seen_BEC[..., : self.entry_dim]
-        gate_BEC = None if self.gate is None else seen_BEC[..., self.entry_dim :]
-        return self.norm(pool_groups(value_BEC, gate_BEC, end_BG, self.ratio))
+        return self.norm(pool_groups(seen_BEC, slots.end_BG, seen_BEC.shape[1] - new, self.ratio))
+
+
+def pool_groups(seen_BEU: Tensor, end_BG: Tensor, stored: int, ratio: int) -> Tensor:
+    """Return the mixture of each group's tokens, with weights for each channel, [B, G, C] in their dtype:
+
+        pooled_gc = sum_i softmax_i(gate_ic) value_ic    over the `ratio` tokens i up to the group's last, in float32
+
+    Source: the compressor of DeepSeek-V4's compressed sparse attention, in V4.1's form without overlap or positional
+    bias. In few launches: each one counts for a decoded token.
+
+    Args:
+        seen_BEU: values and gates of the tokens, U = 2 C; for ``ratio`` 1 values alone.
+        end_BG: int64, the last token of each group, counted after the ``stored`` tokens; -1 gives zeros.
+        stored: tokens before the first that ``end_BG`` may name.
+        ratio: tokens of a group.
+    """
+    parts = min(ratio, 2)  # values, and gates
+    entry_BEPC = seen_BEU.unflatten(-1, (parts, -1))
+    if seen_BEU.shape[1] < ratio:
+        return entry_BEPC.new_zeros(*end_BG.shape, entry_BEPC.shape[-1])
+    run_BFPMC = entry_BEPC.unfold(1, ratio, 1).mT  # a view of the tokens from each on
+    first_BG111 = (end_BG + (stored + 1 - ratio)).clamp(min=0)[..., None, None, None]
+    group_BGPMC = run_BFPMC.gather(1, first_BG111.expand(-1, -1, *run_BFPMC.shape[2:]))
+    if ratio == 1:
+        pooled_BGC = group_BGPMC[:, :, 0, 0]
+    else:
+        value_BGMC, gate_BGMC = at_least_float32(group_BGPMC).unbind(2)
+        pooled_BGC = in_dtype((gate_BGMC.softmax(2) * value_BGMC).sum(2), seen_BEU.dtype)
+    return pooled_BGC.masked_fill_((end_BG < 0)[..., None], 0)
 
 
 class IndexQuery(NamedTuple):

@@ -5,7 +5,7 @@
                                                              '-> value --'   out = S^T query
 
 Queries are low-rank as in all models here, so that mixers differ only in their memory. The recurrence itself is
-``gsm_kernels.delta_rule``. A variant defines keys (``feature``), values (``activate``), the strength of a write
+``gsm.layers.delta_rule``. A variant defines keys (``feature``), values (``activate``), the strength of a write
 (``strength``), the decay of the state (``log_decay``, ``channel_decay``), and the gate of the output (``gated``).
 """
 
@@ -24,13 +24,13 @@ from gsm.errors import within
 from gsm.layers.block import LayerOutput
 from gsm.layers.convolution import ShortConvolution
 from gsm.layers.costs import LayerCost, ProductCost, Store, products
+from gsm.layers.delta_rule import delta_rule
 from gsm.layers.linear import INTO_RESIDUAL, Linear
 from gsm.layers.norm import RMSNorm
 from gsm.layers.projections import Query, Shape
 from gsm.observe import tap
 from gsm.shapes import last_rows, promoted
 from gsm.span import Span
-from gsm_kernels import delta_rule
 
 
 class Recurrence(nn.Module, ABC):

@@ -11,7 +11,7 @@ from gsm.errors import within
 from gsm.layers.norm import RMSNorm
 from gsm.layers.projections import Shape
 from gsm.layers.recurrence import Recurrence
-from gsm_kernels import slot_attention
+from gsm.layers.slot_attention import slot_attention
 
 
 class SlotMemory(Recurrence):

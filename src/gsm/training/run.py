@@ -33,6 +33,7 @@ from gsm.errors import ConfigError
 from gsm.evaluation import ngrams
 from gsm.evaluation.questions import MEASURES
 from gsm.files import read_json, write_json
+from gsm.layers.operations import OPS
 from gsm.models.base import LanguageModel
 from gsm.signals import PARENT
 from gsm.training import report, weights
@@ -185,7 +186,7 @@ def assemble(
         "parameters": size,
         "data": data.description(),
         "fingerprint": task.notes["fingerprint"],
-        "kernels": explain(),
+        "kernels": explain(OPS),
     }
     summary.facts = {**facts, **summary.facts}
     refuse_divided(trainer, task)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .device import full_precision, once
+from gsm_kernels.device import full_precision, once
 
 CHUNK = 32  # largest number of tokens in a chunk
 
