@@ -28,6 +28,7 @@ from torch import Tensor
 
 from gsm.cache.memory import Memory
 from gsm.graphs import Call, CudaGraphs, Recorder, Snapshot
+from gsm.layers.linear import side_by_side
 from gsm.models.base import CHUNK, LanguageModel
 from gsm.models.checks import check_call, check_room, check_type, whole_number
 from gsm.models.prompts import Prompt, as_batch
@@ -289,6 +290,7 @@ class Engine:
                     f"model must stay on {self.device}, where the engine's memory is, got {device}; make a new Engine"
                 )
             self._forget()
+            side_by_side(self.model)
             self._snapshot = Snapshot(self.model)
         return None if self._snapshot.hooked else self._recorder
 

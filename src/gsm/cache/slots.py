@@ -48,6 +48,10 @@ class Slots:
         """Slots filled after this call; a copy, because each bank with this plan has a count of its own."""
         return self.last_BT[:, -1].clone()
 
+    def ends(self, stored: int) -> Tensor:
+        """Return ``end_BG`` as indices among ``stored`` earlier tokens and the new ones."""
+        return torch.where(self.end_BG < 0, -1, self.end_BG + stored)
+
     @cached_property
     def growth(self) -> tuple[int, int]:
         """Slots of the longest sequence after this call, and the largest number that one sequence gains.

@@ -101,7 +101,9 @@ class Window:
 
         Until it is full, it begins with zeros. No row sees them, because no row looks back beyond position 0 of its
         document. The buffer is not a ring with a cursor: attention reads stored and new entries in stream order, so a
-        ring would have to be unrolled at every read, and shifting a few hundred entries costs no more than that.
+        ring would have to be unrolled at every read, and shifting a few hundred entries costs no more than that. Nor
+        would a ring save an operation: each layer writes its new entry either way, and one copy at the end of the call
+        shifts the windows of all layers.
         """
         batch, _, width = self.entry_BEC.shape
         return replace(self, entry_BEC=self.entry_BEC.new_zeros(batch, self.size, width))

@@ -11,6 +11,7 @@ from gsm.cache.memory import DenseCache
 from gsm.layers.block import LayerOutput, MixerGeometry
 from gsm.layers.costs import LayerCost
 from gsm.layers.key_value import History, KeyValue, RangeAttention
+from gsm.layers.linear import Linear, together
 from gsm.layers.projections import Shape
 from gsm.layers.rope import Rope
 from gsm.shapes import last_rows
@@ -44,6 +45,11 @@ class Attention(RangeAttention):
         super().__init__(shape, rope=geometry.bank_rope() if rotary else Rope(0, base=1.0), name=name)
         self.key_value = KeyValue(shape, key_value_heads)
 
+    @property
+    def one_input(self) -> tuple[Linear, Linear]:
+        """Maps of the same input."""
+        return self.key_value.projection, self.query.down
+
     def start(self, batch: int, kind: str) -> DenseCache:
         """Return an empty cache; ``kind`` labels its bytes (``decoder_cache``)."""
         return DenseCache.empty(f"{kind}_cache", self.key_value.entry(batch))
@@ -51,10 +57,12 @@ class Attention(RangeAttention):
     def forward(self, x_BTD: Tensor, span: Span, cache: DenseCache, below: object) -> tuple[Tensor, LayerOutput]:
         """Write keys and values of all T new positions; attend for the last R of them."""
         angles = self.rope.at(span, x_BTD.dtype)
-        entry_BTU = self.key_value(x_BTD, angles)
-        seen_BFU, slots, cache = cache.extend(entry_BTU, span)
+        all_rows = span.rows == x_BTD.shape[1]
+        projected_BTU, down_BRQ = together(x_BTD, *self.one_input) if all_rows else (None, None)
+        seen_BFU, slots, cache = cache.extend(self.key_value(x_BTD, angles, projected_BTU), span)
         history = self.key_value.history(seen_BFU, slots, span)
-        return self.read(last_rows(x_BTD, span.rows), history, angles.last_rows(span.rows)), LayerOutput(cache)
+        x_BRD, angles = last_rows(x_BTD, span.rows), angles.last_rows(span.rows)
+        return self.read(x_BRD, history, angles, down_BRQ), LayerOutput(cache)
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
         """Return the cost of the layer."""

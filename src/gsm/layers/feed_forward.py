@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor, nn
 
 from gsm.layers.costs import ProductCost, products
-from gsm.layers.linear import INTO_RESIDUAL, Linear
+from gsm.layers.linear import INTO_RESIDUAL, Linear, together
 from gsm_kernels import swiglu
 
 
@@ -86,7 +86,12 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor, position_BR: Tensor | None = None) -> Fed:
         """Map [..., dim] to [..., dim]; positions are ignored."""
-        return Fed(self.down(swiglu(self.gate(x), self.up(x), self.limit)))
+        return Fed(self.down(swiglu(*together(x, *self.one_input), self.limit)))
+
+    @property
+    def one_input(self) -> tuple[Linear, Linear]:
+        """The maps of the same input."""
+        return self.gate, self.up
 
     def products(self) -> ProductCost:
         """Return the cost per row."""

@@ -83,9 +83,9 @@ class KeyValue(nn.Module):
             )
         self.projection = Linear(shape.dim, 2 * self.heads * shape.entry_dim)
 
-    def forward(self, x_BTD: Tensor, angles: Angles) -> Tensor:
-        """Return ``entry_BTU``."""
-        key_BTGC, value_BTGC = self.split(self.projection(x_BTD))
+    def forward(self, x_BTD: Tensor, angles: Angles, projected_BTU: Tensor | None = None) -> Tensor:
+        """Return ``entry_BTU``; ``projected_BTU`` is ``projection(x_BTD)``, if that is known."""
+        key_BTGC, value_BTGC = self.split(self.projection(x_BTD) if projected_BTU is None else projected_BTU)
         return torch.cat([rotate(key_BTGC, *angles).flatten(2), value_BTGC.flatten(2)], dim=-1)
 
     def entry(self, batch: int) -> Tensor:
@@ -136,9 +136,10 @@ class RangeAttention(nn.Module):
         self.query = Query(shape.dim, shape, rope.query_scale)
         self.output = OutputProjection(shape)
 
-    def read(self, x_BRD: Tensor, history: History, angles: Angles) -> Tensor:
-        """Return the output of the attention to a history, [B, R, D]."""
-        return self.output(self.attend(rotate(self.query(x_BRD)[0], *angles), history, "weights"))
+    def read(self, x_BRD: Tensor, history: History, angles: Angles, down_BRQ: Tensor | None = None) -> Tensor:
+        """Return the output of the attention to a history, [B, R, D]; ``down_BRQ`` as in ``Query``."""
+        query_BRHC, _ = self.query(x_BRD, down_BRQ)
+        return self.output(self.attend(rotate(query_BRHC, *angles), history, "weights"))
 
     def attend(self, query_BRHC: Tensor, history: History, name: str) -> Tensor:
         """Return the mixture of values for rotated queries, [B, R, H, C]; the weights have the tap ``name``."""

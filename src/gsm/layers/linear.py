@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from gsm_kernels.device import in_dtype
+from gsm.shapes import lowered
+from gsm_kernels.device import in_dtype, once
 
 # Gain of maps that write to the residual streams: a model that starts close to its embedding learns faster at first.
 INTO_RESIDUAL = 0.2
+
+_moving = threading.Lock()
 
 
 def draw(weight: Tensor, std: float) -> None:
@@ -61,6 +68,99 @@ class GroupedLinear(nn.Module):
     def forward(self, x_BRD: Tensor) -> Tensor:
         """Map [..., dim_in] to [..., groups * rank]."""
         groups, rank, width = self.weight.shape
-        split = x_BRD.reshape(-1, groups, width).transpose(0, 1)
-        mapped = torch.bmm(split, in_dtype(self.weight, split.dtype).mT)
-        return mapped.transpose(0, 1).reshape(*x_BRD.shape[:-1], groups * rank)
+        split_NGI = lowered(x_BRD).reshape(-1, groups, width)
+        weight_GOI = in_dtype(self.weight, split_NGI.dtype)
+        if torch.compiler.is_compiling():  # PyTorch 2.13 compiles no product with an `out` of such strides
+            mapped_NGO = torch.einsum("ngi,goi->ngo", split_NGI, weight_GOI)
+        elif torch.is_grad_enabled():
+            mapped_NGO = _GroupedProduct.apply(split_NGI, weight_GOI)
+        else:
+            mapped_NGO = _grouped_product(split_NGI, weight_GOI.mT)
+        return mapped_NGO.reshape(*x_BRD.shape[:-1], groups * rank)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """``_grouped_product`` with the gradients of both arguments; the input's gradient is not transposed either."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NGI: Tensor, weight_GOI: Tensor) -> Tensor:
+        ctx.save_for_backward(x_NGI, weight_GOI)
+        return _grouped_product(x_NGI, weight_GOI.mT)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, grad_NGO: Tensor) -> tuple[Tensor, Tensor]:
+        x_NGI, weight_GOI = ctx.saved_tensors
+        weight_grad_GOI = torch.bmm(grad_NGO.permute(1, 2, 0), x_NGI.transpose(0, 1))
+        return _grouped_product(grad_NGO, weight_GOI), weight_grad_GOI
+
+
+def _grouped_product(x_NGI: Tensor, weight_GIO: Tensor) -> Tensor:
+    """Multiply group g of every row by matrix g. The products are written where they belong, instead of group after
+    group and then transposed."""
+    out_NGO = x_NGI.new_empty(*x_NGI.shape[:2], weight_GIO.shape[2])
+    torch.bmm(x_NGI.transpose(0, 1), weight_GIO, out=out_NGO.transpose(0, 1))
+    return out_NGO
+
+
+def together(x: Tensor, *maps: Linear) -> tuple[Tensor, ...]:
+    """Apply several maps to one input, [..., dim_in]. If their weights are ``side_by_side``, this is one product for a
+    single row without gradients.
+
+    For more rows, each map would have a strided piece of the product, whose copies cost more than a product saves.
+    """
+    joint = _joint(x, maps)
+    if joint is None:
+        return tuple(part(x) for part in maps)
+    return linear(x, joint).split([part.out_features for part in maps], dim=-1)
+
+
+def concatenated(x: Tensor, *maps: Linear) -> Tensor:
+    """Return the outputs of ``together`` as one tensor, [..., sum of dim_out]."""
+    joint = _joint(x, maps)
+    return torch.cat([part(x) for part in maps], dim=-1) if joint is None else linear(x, joint)
+
+
+def side_by_side(model: nn.Module) -> None:
+    """Move the weights that a part of the model names as its ``one_input`` into one storage, one after another.
+
+    They remain parameters with their names, values and gradients, and no weight is stored twice: a change of one in
+    place, as by an optimiser, changes the joint product. A cast or another assignment separates them again. Weights
+    that are no ordinary parameters, such as those of FSDP, stay where they are.
+    """
+    with _moving, torch.inference_mode(False), torch.no_grad():
+        for part in model.modules():
+            weights = [each.weight for each in getattr(part, "one_input", ())]
+            if not weights or not all(map(_movable, weights)) or _adjacent(weights):
+                continue
+            if len({(weight.dtype, weight.device) for weight in weights}) == 1:
+                pieces = torch.cat([weight.detach() for weight in weights]).split([len(weight) for weight in weights])
+                for weight, piece in zip(weights, pieces, strict=True):
+                    weight.data = piece
+
+
+def _joint(x: Tensor, maps: Sequence[Linear]) -> Tensor | None:
+    """Return the weights of maps as one matrix, a view; None if ``x`` has to be given to each of them."""
+    if x.numel() != x.shape[-1] or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    weights = [part.weight for part in maps]
+    if not _adjacent(weights) or any(part._forward_hooks or part._forward_pre_hooks for part in maps):
+        return None
+    width = weights[0].shape[1]
+    return weights[0].as_strided((sum(map(len, weights)), width), (width, 1))
+
+
+def _adjacent(weights: Sequence[Tensor]) -> bool:
+    """Return whether weights lie one after another in one storage."""
+    storage, place = weights[0].untyped_storage().data_ptr(), weights[0].storage_offset()
+    for weight in weights:
+        same = weight.untyped_storage().data_ptr() == storage and weight.storage_offset() == place
+        if not same or not weight.is_contiguous():
+            return False
+        place += weight.numel()
+    return True
+
+
+def _movable(weight: Tensor) -> bool:
+    """Return whether a weight is an ordinary parameter, neither on the meta device nor made in inference mode."""
+    return type(weight) is nn.Parameter and not weight.is_meta and not weight.is_inference()

@@ -10,12 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from gsm.cache.slots import Slots
 from gsm.layers.costs import POOL_BLOCK, AttentionCost, LayerCost, ProductCost, products
-from gsm.layers.linear import INTO_RESIDUAL, GroupedLinear, Linear
+from gsm.layers.linear import INTO_RESIDUAL, GroupedLinear, Linear, concatenated
 from gsm.layers.norm import RMSNorm
 from gsm.layers.rope import Angles
 from gsm_kernels import rotate
@@ -63,9 +61,10 @@ class Query(nn.Module):
         self.norm = RMSNorm(shape.query_rank)
         self.up = Linear(shape.query_rank, self.width)
 
-    def forward(self, x_BRD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``query_BRHC``, not rotated yet, and the latent ``latent_BRQ``."""
-        latent_BRQ = self.norm(self.down(x_BRD))
+    def forward(self, x_BRD: Tensor, down_BRQ: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return ``query_BRHC``, not rotated yet, and the latent ``latent_BRQ``; ``down_BRQ`` is ``down(x_BRD)``, if
+        that is known."""
+        latent_BRQ = self.norm(self.down(x_BRD) if down_BRQ is None else down_BRQ)
         query_BRHC = self.up(latent_BRQ).unflatten(-1, (self.heads, -1))
         return query_BRHC if self.scale == 1 else query_BRHC * self.scale, latent_BRQ
 
@@ -82,13 +81,13 @@ class Entry(nn.Module):
         self.projection = Linear(shape.dim, shape.entry_dim)
         self.norm = RMSNorm(shape.entry_dim)
 
-    def latent(self, x_BTD: Tensor) -> Tensor:
-        """Return the entries before rotation, [B, T, C]."""
-        return self.norm(self.projection(x_BTD))
+    def latent(self, x_BTD: Tensor, projected_BTC: Tensor | None = None) -> Tensor:
+        """Return the entries before rotation, [B, T, C]; arguments as in ``forward``."""
+        return self.norm(self.projection(x_BTD) if projected_BTC is None else projected_BTC)
 
-    def forward(self, x_BTD: Tensor, angles: Angles) -> Tensor:
-        """Return ``entry_BTC``."""
-        return rotate(self.latent(x_BTD), angles.cos_BTP, angles.sin_BTP)
+    def forward(self, x_BTD: Tensor, angles: Angles, projected_BTC: Tensor | None = None) -> Tensor:
+        """Return ``entry_BTC``; ``projected_BTC`` is ``projection(x_BTD)``, if that is known."""
+        return rotate(self.latent(x_BTD, projected_BTC), angles.cos_BTP, angles.sin_BTP)
 
 
 class Compressor(nn.Module):
@@ -109,25 +108,27 @@ class Compressor(nn.Module):
 
     def project(self, x_BTD: Tensor) -> Tensor:
         """Return values and gates of single tokens, concatenated. The cache stores these for an unfinished group."""
-        if self.gate is None:
-            return self.value(x_BTD)
-        return torch.cat([self.value(x_BTD), self.gate(x_BTD)], dim=-1)
+        return self.value(x_BTD) if self.gate is None else concatenated(x_BTD, *self.one_input)
 
-    def pool(self, seen_BEC: Tensor, slots: Slots, new: int) -> Tensor:
+    @property
+    def one_input(self) -> tuple[Linear, ...]:
+        """The maps of a token."""
+        return (self.value,) if self.gate is None else (self.value, self.gate)
+
+    def pool(self, seen_BEC: Tensor, end_BG: Tensor) -> Tensor:
         """Return the latents of the groups that finish in this call.
 
         Args:
             seen_BEC: projected tokens, pending and new, in stream order.
-            slots: plan of the groups that finish.
-            new: number of new tokens.
+            end_BG: int64, index among them of the last token of each group; -1 for none.
 
         Returns:
             latent_BGC, normed, not rotated.
         """
-        return self.norm(pool_groups(seen_BEC, slots.end_BG, seen_BEC.shape[1] - new, self.ratio))
+        return self.norm(pool_groups(seen_BEC, end_BG, self.ratio))
 
 
-def pool_groups(seen_BEU: Tensor, end_BG: Tensor, stored: int, ratio: int) -> Tensor:
+def pool_groups(seen_BEU: Tensor, end_BG: Tensor, ratio: int) -> Tensor:
     """Return the mixture of each group's tokens, with weights for each channel, [B, G, C] in their dtype:
 
         pooled_gc = sum_i softmax_i(gate_ic) value_ic    over the `ratio` tokens i up to the group's last, in float32
@@ -137,8 +138,7 @@ def pool_groups(seen_BEU: Tensor, end_BG: Tensor, stored: int, ratio: int) -> Te
 
     Args:
         seen_BEU: values and gates of the tokens, U = 2 C; for ``ratio`` 1 values alone.
-        end_BG: int64, the last token of each group, counted after the ``stored`` tokens; -1 gives zeros.
-        stored: tokens before the first that ``end_BG`` may name.
+        end_BG: int64, the last token of each group; -1 gives zeros.
         ratio: tokens of a group.
     """
     parts = min(ratio, 2)  # values, and gates
@@ -146,7 +146,7 @@ def pool_groups(seen_BEU: Tensor, end_BG: Tensor, stored: int, ratio: int) -> Te
     if seen_BEU.shape[1] < ratio:
         return entry_BEPC.new_zeros(*end_BG.shape, entry_BEPC.shape[-1])
     run_BFPMC = entry_BEPC.unfold(1, ratio, 1).mT  # a view of the tokens from each on
-    first_BG111 = (end_BG + (stored + 1 - ratio)).clamp(min=0)[..., None, None, None]
+    first_BG111 = (end_BG - (ratio - 1)).clamp(min=0)[..., None, None, None]
     group_BGPMC = run_BFPMC.gather(1, first_BG111.expand(-1, -1, *run_BFPMC.shape[2:]))
     if ratio == 1:
         pooled_BGC = group_BGPMC[:, :, 0, 0]

@@ -26,6 +26,7 @@ from gsm.layers.block import LayerOutput
 from gsm.layers.costs import POOL_BLOCK, LayerCost, Store, check_pool, products
 from gsm.layers.indexer_training import IndexerTraining
 from gsm.layers.latent_attention import LatentAttention
+from gsm.layers.linear import Linear, together
 from gsm.layers.projections import Compressor, Entry, Indexer, Shape
 from gsm.layers.rope import Angles, Rope
 from gsm.layers.search import Selection, search_bank
@@ -81,6 +82,11 @@ class SparseAttention(LatentAttention):
         """Number of earlier positions of its input that a row needs: all for a bank, else the others of its window."""
         return None if self.role == "full" else self.window_size - 1
 
+    @property
+    def one_input(self) -> tuple[Linear, Linear]:
+        """Maps of the same input."""
+        return self.window.projection, self.query.down
+
     def start(self, batch: int, kind: str) -> LayerCache:
         """Return an empty cache; ``kind`` (``encoder`` or ``decoder``) labels its bytes."""
         like = self.window.projection.weight
@@ -104,11 +110,13 @@ class SparseAttention(LatentAttention):
             below: entries that the layer below attended to (None on the first layer).
         """
         angles = self.rope.at(span, x_BTD.dtype)
-        window_BEC, window_store = cache.window.extend(self.window(x_BTD, angles))
+        all_rows = span.rows == x_BTD.shape[1]
+        entry_BTC, down_BRQ = together(x_BTD, *self.one_input) if all_rows else (None, None)
+        window_BEC, window_store = cache.window.extend(self.window(x_BTD, angles, entry_BTC))
         window_BEC = tap((self, "window"), window_BEC)
         bank, bank_cache = self.publish(x_BTD, span, cache.bank)
         x_BRD, position_BR, angles = last_rows(x_BTD, span.rows), span.row_position_BR, angles.last_rows(span.rows)
-        query_BRHC, latent_BRQ = self.query(x_BRD)
+        query_BRHC, latent_BRQ = self.query(x_BRD, down_BRQ)
         attended = self.look(window_BEC, bank, below, span.rows)
         selection = self.select(latent_BRQ, x_BRD, angles, attended).tapped((self, "top_k"), attended.bank)
         attended = self.choose(attended, selection)
@@ -124,7 +132,9 @@ class SparseAttention(LatentAttention):
         projected_BEC, pending = cache.pending.extend(self.compressor.project(x_BTD))
         # All banks of one ratio are equally full, so they share one plan and one table of angles.
         slots = span.once(("slots", self.ratio), lambda: plan_slots(span.position_BT, self.ratio, cache.count_B))
-        latent_BGC = tap((self, "latent"), self.compressor.pool(projected_BEC, slots, x_BTD.shape[1]))
+        stored = projected_BEC.shape[1] - x_BTD.shape[1]
+        end_BG = span.once(("ends", self.ratio, stored), lambda: slots.ends(stored))
+        latent_BGC = tap((self, "latent"), self.compressor.pool(projected_BEC, end_BG))
         name = ("bank angles", self.ratio, *self.rope.key, x_BTD.dtype)
         angles = span.once(name, lambda: self.rope(slots.position_BG, x_BTD.dtype))
         entry_BFC, entry_store = cache.entry.place(rotate(latent_BGC, *angles), slots)

@@ -31,7 +31,7 @@ from gsm.layers.costs import Layer, unknown_cost
 from gsm.layers.experts import Experts
 from gsm.layers.feed_forward import Balance
 from gsm.layers.indexer_training import Frozen, IndexerTraining, indexer_losses
-from gsm.layers.linear import Linear, draw
+from gsm.layers.linear import Linear, draw, side_by_side
 from gsm.layers.norm import RMSNorm
 from gsm.models.balancing import layers_with_experts, report_balance
 from gsm.models.checks import IGNORED, check_call, check_memory, check_room, check_shape, whole_number
@@ -306,6 +306,7 @@ class LanguageModel(nn.Module, ABC, Observable):
             ValueError: for a batch or a capacity below 1.
         """
         batch, capacity = whole_number("batch", batch), None if capacity is None else whole_number("capacity", capacity)
+        side_by_side(self)
         last_token = no_last_token(batch, self.embedding.weight.device)
         memory = Memory(**last_token, **self.empty_memory(batch), ledger=Ledger(self._layout()))
         return memory if capacity is None else memory.static(capacity)
