@@ -175,12 +175,18 @@ def whole_numbers(text: str) -> list[int]:
     return numbers
 
 
+def assigned(text: str) -> dict[str, int]:
+    """`pairs=1,asked=1` as a mapping. Raises ValueError for anything else."""
+    return {name.strip(): int(value) for name, _, value in (word.partition("=") for word in listed(text))}
+
+
 KINDS: dict[Any, tuple[Callable[[str], Any], str]] = {  # by annotation: how a word is read, and what it has to be
     int: (int, "int"),
     float: (float, "float"),
     bool: (lambda text: TRUTH[text.lower()], "true or false"),
     Sequence[str]: (listed, "names with commas between them"),
     Sequence[int]: (whole_numbers, "whole numbers from 1 on: 256,512, or 256:4096:256, whose steps end there"),
+    Mapping[str, int]: (assigned, "names with whole numbers: pairs=1,asked=1"),
 }
 
 

@@ -6,6 +6,10 @@ The target is the value, at the position of the key that asks (or `wait` tokens 
     Needle                   . . K3 V7 . . K1 V2 . | . . . . . . . . . . | K1 V2 K3 V7
                              needles in filler     | gap, filler only    | questions and answers
     Needle, wait = 3         the same, and at the end                      K1 . . . V2 K3 . . . V7
+    Needle, asked = 1        the same, and at the end                      K1 V2: the other needles only distract
+    Chain                    . . K3 V7 . . K1 K3 . | . . . . . . . . . . | K1 V7
+                             a needle's value may be the key of another: it takes two searches, one after the other
+    Chain, steps = true      the same, and at the end                      K1 K3 V7: what is found on the way is written
     Paraphrase               . . K3 V7 . . K1 V2 . | . . . . . . . . . . | K6 V2 K8 V7
                              the same, but K6 is another name for K1, and K8 for K3: in all sequences, never written
     MultiQueryRecall         K3 V7 K1 V2 K5 V5 | . . K1 V2 . . . . K5 V5 . . . . . . K3 V7
@@ -100,19 +104,22 @@ class Alphabet:
         return self.keys + self.values + random.integers(self.fillers, size=length)
 
     def _ask(
-        self,
-        random: np.random.Generator,
-        token_T: np.ndarray,
-        at_P: np.ndarray,
-        key_P: np.ndarray,
-        value_P: np.ndarray,
-        wait: int = 0,
+        self, random: np.random.Generator, token_T: np.ndarray, at_Q: np.ndarray, said_PN: np.ndarray, wait: int = 0
     ) -> Drawn:
-        """Write the questions, in random order, at the given places, and their answers; set the targets."""
-        order_P, due_P = random.permutation(self.pairs), at_P + wait
-        token_T[at_P], token_T[due_P + 1] = key_P[order_P], value_P[order_P]
+        """Write questions in random order, one at each place, and their answers; set the targets.
+
+        Args:
+            random: draws which are asked.
+            token_T: the sequence, changed in place.
+            at_Q: places of the questions.
+            said_PN: of each pair the key that asks, and the tokens of the answer.
+            wait: tokens between the key and the answer.
+        """
+        said_QN = said_PN[random.permutation(len(said_PN))[: len(at_Q)]]
         target_T = np.full_like(token_T, IGNORED)
-        target_T[due_P] = value_P[order_P]
+        token_T[at_Q] = said_QN[:, 0]
+        for due_Q, said_Q in enumerate(said_QN.T[1:], wait):
+            token_T[at_Q + due_Q + 1] = target_T[at_Q + due_Q] = said_Q
         return Drawn(token_T, target_T)
 
 
@@ -125,19 +132,42 @@ class Needle(Alphabet):
             it, if that is less, or the room that is left when the needles stand one behind the other.
         wait: tokens of filler between the key of a question and its answer, which is due at the last of them. The value
             that a row has found at the key then has to be handed on: beyond the windows of the encoder, by the state.
+        asked: number of questions; None: one for each needle.
     """
 
     gap: int
     wait: int = 0
+    asked: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         within(0, gap=self.gap, wait=self.wait)
+        within(1, self.askable, asked=self.asked)
+
+    @property
+    def askable(self) -> int:
+        """Number of needles that a question can be about."""
+        return self.pairs
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens of an answer: targets in a row."""
+        return 1
+
+    @property
+    def questions(self) -> int:
+        """Number of questions of a sequence."""
+        return self.asked or self.askable
 
     @property
     def least(self) -> int:
-        """Tokens of all needles, and of a question, its wait and its answer for each."""
-        return (4 + self.wait) * self.pairs
+        """Tokens of all needles, and of the questions with their wait and answers."""
+        return 2 * self.pairs + self._each * self.questions
+
+    @property
+    def _each(self) -> int:
+        """Tokens of a question, its wait and its answer."""
+        return 1 + self.wait + self.answer_tokens
 
     def check(self, length: int) -> None:
         """Raise ValueError if a sequence cannot hold needles, questions and the whole gap."""
@@ -147,22 +177,60 @@ class Needle(Alphabet):
 
     def draw(self, random: np.random.Generator, length: int, whole: int | None = None) -> Drawn:
         """One sequence. Raises ValueError where not even the needles and questions fit."""
-        gap, each = growing(self.gap, length, whole), 2 + self.wait
-        room = max(length - each * self.pairs - gap, 2 * self.pairs)  # for the needles
+        gap, asking = growing(self.gap, length, whole), self._each * self.questions
+        room = max(length - asking - gap, 2 * self.pairs)  # for the needles
         if length < self.least:
             raise ValueError(f"a sequence of {length} cannot hold {self.pairs} needles and as many questions")
         token_T = self._filler(random, length)
-        key_P, value_P = self._pairs(random)
-        needle_key_P, question_key_P = self._named(random, key_P)
+        needle_P2, said_QN = self._story(random)
         spare_P = np.sort(random.integers(room - 2 * self.pairs + 1, size=self.pairs))
         at_P = spare_P + 2 * np.arange(self.pairs)
-        token_T[at_P], token_T[at_P + 1] = needle_key_P, value_P
-        question_P = length - each * self.pairs + each * np.arange(self.pairs)
-        return self._ask(random, token_T, question_P, question_key_P, value_P, self.wait)
+        token_T[at_P], token_T[at_P + 1] = needle_P2.T
+        at_Q = length - asking + self._each * np.arange(self.questions)
+        return self._ask(random, token_T, at_Q, said_QN, self.wait)
 
-    def _named(self, random: np.random.Generator, key_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of keys in needles, and in questions, int64 [pairs] each: both are the key."""
-        return key_P, key_P
+    def _story(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Return keys and values of the needles, int64 [pairs, 2], and of each that can be asked the key that asks and
+        the tokens of the answer, int64 [askable, 1 + answer_tokens]."""
+        needle_P2 = np.stack(self._pairs(random), axis=1)
+        return needle_P2, needle_P2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain(Needle):
+    """Needles whose value is the key of the next needle, but for the last of a chain: a question has the first key, and
+    its answer is the value at the end. One search after another is needed.
+
+    Attributes:
+        hops: needles of a chain; must divide ``pairs``.
+        steps: whether the answer begins with the keys on the way: a short chain of thought.
+    """
+
+    hops: int = 2
+    steps: bool = False
+
+    def __post_init__(self) -> None:
+        within(1, hops=self.hops)
+        super().__post_init__()
+        if self.pairs % self.hops:
+            raise ValueError(f"hops must be a divisor of pairs={self.pairs}, got {self.hops}")
+
+    @property
+    def askable(self) -> int:
+        """See `Needle.askable`."""
+        return self.pairs // self.hops
+
+    @property
+    def answer_tokens(self) -> int:
+        """See `Needle.answer_tokens`."""
+        return self.hops if self.steps else 1
+
+    def _story(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        key_P, value_P = self._pairs(random)
+        key_QH = key_P.reshape(-1, self.hops)
+        said_QN = np.concatenate([key_QH, value_P.reshape(key_QH.shape)[:, -1:]], axis=1)
+        needle_P2 = np.stack([said_QN[:, :-1], said_QN[:, 1:]], axis=-1).reshape(-1, 2)
+        return random.permutation(needle_P2), said_QN if self.steps else said_QN[:, [0, -1]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +287,13 @@ class Paraphrase(Needle):
         key_P = random.permutation(self.keys // self.names)[: self.pairs]
         return key_P, self.keys + random.integers(self.values, size=self.pairs)
 
+    def _story(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        key_P, value_P = self._pairs(random)
+        needle_P, question_P = self._named(random, key_P)
+        return np.stack([needle_P, value_P], axis=1), np.stack([question_P, value_P], axis=1)
+
     def _named(self, random: np.random.Generator, key_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of keys in needles, and in questions, int64 [pairs] each."""
         names_KN = _names(self.keys, self.names, self.table)
         swapped = int(random.integers(2))  # whether first or second names stand in this sequence
         if self.left_out:
@@ -272,7 +346,8 @@ class MultiQueryRecall(Alphabet):
         first = min(-(-growing(self.gap, length, whole) // 2), places - self.pairs)
         weight = np.arange(first + 1, places + 1) ** (self.power - 1.0)
         chosen_P = first + random.choice(places - first, self.pairs, replace=False, p=weight / weight.sum())
-        return self._ask(random, token_T, shift + 2 * self.pairs + 2 * np.sort(chosen_P), key_P, value_P)
+        at_P = shift + 2 * self.pairs + 2 * np.sort(chosen_P)
+        return self._ask(random, token_T, at_P, np.stack([key_P, value_P], axis=1))
 
 
 @cache

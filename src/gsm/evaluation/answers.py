@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from gsm import plots
-from gsm.config.check import ConfigError
+from gsm.config.check import ConfigError, unknown
 from gsm.config.load import load_model, refusals
 from gsm.data.synthetic import UNSEEN, Generated, SyntheticData
 from gsm.errors import within
@@ -45,6 +45,7 @@ class Answers(Measure):
     Args:
         answers: tokens of a sequence: 96,1536,24576
         sequences: number of sequences of each length
+        task: what the task has otherwise than in training: task.pairs=1 task.asked=1
         yarn: scale positions by length / trained context; false: as in training
         chunk: tokens read at a time
     """
@@ -53,6 +54,7 @@ class Answers(Measure):
 
     answers: Sequence[int] = ()
     sequences: int = 16
+    task: Mapping[str, int] = field(default_factory=dict)
     yarn: bool = True
     chunk: int = 1024
 
@@ -66,10 +68,16 @@ class Answers(Measure):
         data = open_data(trained.saved)
         if not isinstance(data, SyntheticData):
             raise ConfigError(f"answers= must be of a synthetic task, got {trained.file}, trained on text")
+        task: Any = data.task
+        if self.task:
+            if unlike := self.task.keys() - {one.name for one in fields(task)}:
+                raise unknown("key of task", min(unlike), [one.name for one in fields(task)], "this task")
+            with refusals("task"):
+                task = replace(task, **self.task)
         with refusals("answers"):
             for length in self.answers:
-                data.task.check(length)
-        questions = {"task": data.description(), "yarn": self.yarn, "chunk": self.chunk}
+                task.check(length)
+        questions = {"task": {**data.description(), **self.task}, "yarn": self.yarn, "chunk": self.chunk}
         measured, models = trained.measured(file, questions), dict[int, LanguageModel]()
 
         def compute(part: Record) -> list[Record]:
@@ -77,8 +85,8 @@ class Answers(Measure):
             if length not in models:
                 models.clear()  # one at a time in memory
                 models[length] = self.stretched(trained, length)
-            sequence = Generated(data.task, UNSEEN[data.held_out], lambda _: length)[part["sequence"]]
-            return answered(models[length], sequence, self.chunk)
+            sequence = Generated(task, UNSEEN[data.held_out], lambda _: length)[part["sequence"]]
+            return answered(models[length], sequence, self.chunk, getattr(task, "answer_tokens", 1))
 
         parts = [{"length": length, "sequence": number} for length in self.answers for number in range(self.sequences)]
         with trained.computing():
@@ -108,7 +116,7 @@ class Answers(Measure):
     def notes(self, arms: Arms) -> list[str]:
         """Return a sentence."""
         return [
-            f"{self.sequences} sequences of each length; answered: share of questions whose most likely token is the "
+            f"{self.sequences} sequences of each length; answered: share of questions whose most likely tokens are the "
             "answer; of several seeds, mean +- standard deviation"
         ]
 
@@ -127,8 +135,10 @@ class Answers(Measure):
 
 
 @torch.no_grad()
-def answered(model: LanguageModel, sequence: Mapping[str, torch.Tensor], chunk: int) -> list[Record]:
-    """Return the number of questions of a sequence that a model answers: its most likely token is the answer.
+def answered(
+    model: LanguageModel, sequence: Mapping[str, torch.Tensor], chunk: int, answer_tokens: int = 1
+) -> list[Record]:
+    """Return the number of questions of a sequence that a model answers: its most likely tokens are the answer.
 
     The sequence is read in chunks through the model's memory, and rows before the first question are computed only
     where a later row needs them.
@@ -137,6 +147,8 @@ def answered(model: LanguageModel, sequence: Mapping[str, torch.Tensor], chunk: 
         model: on its device.
         sequence: ``tokens`` and ``targets`` (-100: none), int64 [T] each.
         chunk: tokens read at a time.
+        answer_tokens: targets of a question. Each follows the right ones before it, and all must be right: the model
+            writes the same answer by itself.
 
     Returns:
         Records of ``answered`` (its weight the number of questions), and of the memory at the end ``cache_bytes`` (all
@@ -147,19 +159,21 @@ def answered(model: LanguageModel, sequence: Mapping[str, torch.Tensor], chunk: 
     device = model.embedding.weight.device
     token_BT, target_BT = (sequence[name][None].to(device) for name in ("tokens", "targets"))
     length, first = token_BT.shape[1], int((target_BT[0] != IGNORED).nonzero()[0])
-    memory, right = model.start(1), 0
+    memory, right = model.start(1), list[torch.Tensor]()
     with model.evaluating():
         if first:
             memory = model.prefill(token_BT[:, :first], memory, chunk).memory
         for place in range(first, length, chunk):
             part = slice(place, min(place + chunk, length))
             out = model(token_BT[:, part], memory=memory)
-            memory, right = out.memory, right + int((out.logits.argmax(-1) == target_BT[:, part]).sum())
+            memory, due_T = out.memory, target_BT[0, part]
+            right.append((out.logits[0].argmax(-1) == due_T)[due_T != IGNORED])
     assert memory is not None  # one was given
+    right_Q = torch.cat(right).reshape(-1, answer_tokens).all(-1)
     sizes = memory.breakdown()
     of_decoder = sum(size for kind, size in sizes.items() if kind.startswith(("decoder", "shared_state")))
     return [
-        {"quantity": "answered", "value": right, "weight": int((target_BT != IGNORED).sum())},
+        {"quantity": "answered", "value": int(right_Q.sum()), "weight": len(right_Q)},
         {"quantity": "cache_bytes", "value": memory.cache_bytes(), "weight": 1},
         {"quantity": "decoder_bytes", "value": of_decoder, "weight": 1},
         {"quantity": "seconds", "value": round(time.perf_counter() - start, 3), "weight": 1},

@@ -41,7 +41,11 @@ def choose(words: Sequence[str]) -> tuple[type[Measure], list[str]]:
     if any(word.startswith("lengths=") for word in words):
         return Lengths, [word for word in words if word != "lengths=paper"]  # the default
     if any(word.startswith("answers=") for word in words):
-        return Answers, list(words)
+        of_task = ",".join(word.removeprefix("task.") for word in words if word.startswith("task."))
+        return Answers, [
+            *(word for word in words if not word.startswith("task.")),
+            *([f"task={of_task}"] * bool(of_task)),
+        ]
     return HeldOut, list(words)
 
 
