@@ -30,7 +30,7 @@ def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor,
         step = max(FEWEST_ROWS, scratch_elements(hidden.device) // max(1, weight.shape[0]))
         for rows in slices(hidden.shape[0], step):
             logits = hidden[rows] @ weight.T
-            log_model = torch.log_softmax(logits, -1, out=logits)  # over the logits: memory of their own costs as much
+            log_model = torch.log_softmax(logits, -1, out=logits)  # in their own memory, which is in the cache
             loss -= log_model.gather(1, target[rows])[:, 0] @ share[rows]
             if learns_hidden or learns_weight:
                 _add_gradients(hidden, weight, hidden_grad, weight_grad, rows, log_model, target, share[:, None])
