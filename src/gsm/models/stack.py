@@ -109,7 +109,7 @@ class Stack(nn.Module):
                 empty_BTD = streams.mixed_BTD
                 out = LayerOutput(cache, below, layer_input_BTD=empty_BTD, layer_output_BRD=empty_BTD)
             elif self.recompute and self.training and not patching():  # a patch may have ended before the backward
-                context = {"context_fn": self._saving(block)}
+                context: dict[str, Any] = {"context_fn": self._saving(block)}
                 streams, out = checkpoint(block, streams, span, cache, below, use_reentrant=False, **context)
             else:
                 streams, out = block(streams, span, cache, below)
