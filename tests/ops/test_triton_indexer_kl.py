@@ -1,11 +1,16 @@
 """The Triton kernels of the indexer's loss, over every visible slot and over the selected ones."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from calls import cast, gradients, indexer
-from check import assert_agrees, to_device, with_triton
+from check import DEVICE, assert_agrees, to_device, with_triton
+from small import SHALLOW, build, random_tokens
 
-from gsm_kernels import indexer_kl
+from gsm.layers.residual import Plain
+from gsm_kernels import indexer_kl, using
+from gsm_kernels.indexer_kl import triton
 
 STUDENT = ("index_query_BRJI", "index_weight_BRJ", "index_key_BFI")
 
@@ -30,3 +35,19 @@ def test_a_sink_that_takes_all_mass_teaches_nothing():
     call["sink_H"] = torch.full_like(call["sink_H"], 1e4)
     (one_above, _), grads = gradients(with_triton(indexer_kl), to_device(cast(call, torch.float32)))
     assert one_above == 1 and all((grads[name] == 0).all() for name in STUDENT)
+
+
+def test_a_recomputed_block_computes_the_loss_once(monkeypatch):
+    called, diverge = [], triton._diverge
+    monkeypatch.setattr(triton, "_diverge", lambda *arguments: called.append(1) or diverge(*arguments))
+    tokens, learned = random_tokens(1, 12), []
+    geometry = replace(SHALLOW, entry_dim=16, index_dim=16)
+    for recompute in (False, True):
+        model = build("gsm", geometry=geometry, recompute=recompute, residual=Plain).float().to(DEVICE).train()
+        called.clear()
+        with using("triton"):
+            model(tokens.to(DEVICE), documents=torch.zeros_like(tokens, device=DEVICE)).losses["indexer_kl"].backward()
+        learned.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        assert called == [1]  # the model has one indexer
+    assert learned[0] and learned[0].keys() == learned[1].keys()
+    assert all(torch.equal(grad, learned[1][name]) for name, grad in learned[0].items())

@@ -8,11 +8,17 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from gsm.layers.block import Block, LayerOutput
 from gsm.layers.costs import Layer
 from gsm.layers.feed_forward import Balance, FeedForward
+from gsm.layers.projections import Indexer
 from gsm.layers.residual import Residual, Streams
 from gsm.models.geometry import Geometry
 from gsm.observe import patching
@@ -32,6 +38,8 @@ SAVED = {
     *(f"gsm_kernels.{name}" for name in ("candidate_pool", "indexer_kl", "score_slots")),
     *(f"gsm_kernels.{name}_cpu" for name in ("index_top_k", "candidate_pool")),
 }
+# Saved in a block that is recomputed as a whole: the gradients of an indexer's loss, which come with the loss.
+SAVED_ALWAYS = {"gsm_kernels.indexer_kl"}
 
 
 class Stack(nn.Module):
@@ -40,7 +48,8 @@ class Stack(nn.Module):
     Args:
         blocks: the layers.
         recompute: run every block a second time in the backward pass instead of saving its activations (training
-            only). ``selective``: save the outputs of expensive operations (``SAVED``), and recompute the others.
+            only), but not the losses of indexers (``SAVED_ALWAYS``). ``selective``: save the outputs of expensive
+            operations (``SAVED``), and recompute the others.
     """
 
     def __init__(self, blocks: Sequence[Block], *, recompute: Recompute = False):
@@ -100,9 +109,8 @@ class Stack(nn.Module):
                 empty_BTD = streams.mixed_BTD
                 out = LayerOutput(cache, below, layer_input_BTD=empty_BTD, layer_output_BRD=empty_BTD)
             elif self.recompute and self.training and not patching():  # a patch may have ended before the backward
-                selective = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
-                options: dict[str, Any] = selective if self.recompute == "selective" else {}
-                streams, out = checkpoint(block, streams, span, cache, below, use_reentrant=False, **options)
+                context: dict[str, Any] = {"context_fn": self._saving(block)}
+                streams, out = checkpoint(block, streams, span, cache, below, use_reentrant=False, **context)
             else:
                 streams, out = block(streams, span, cache, below)
             if out.attended is None and below is not None:
@@ -111,9 +119,17 @@ class Stack(nn.Module):
             below, span = out.attended, span.cut()
         return streams, outputs
 
+    def _saving(self, block: Block) -> Callable[[], Any]:
+        """Return what makes the contexts of a block's forward and recomputation."""
+        if self.recompute == "selective":
+            return partial(create_selective_checkpoint_contexts, partial(_policy, SAVED))
+        if any(isinstance(part, Indexer) for part in block.modules()):
+            return partial(create_selective_checkpoint_contexts, partial(_policy, SAVED_ALWAYS))
+        return noop_context_fn
 
-def _policy(_: Any, operation: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    save = str(operation.overloadpacket) in SAVED
+
+def _policy(saved: set[str], _: Any, operation: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    save = str(operation.overloadpacket) in saved
     return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
