@@ -77,18 +77,6 @@ def window_blocks(window_BEC: Tensor, cut: Cut) -> Tensor:
     return padded.unfold(1, cut.span, cut.size).mT.reshape(-1, cut.span, window_BEC.shape[-1])
 
 
-def add_window_blocks(into_BEC: Tensor, block_grads: Tensor, cut: Cut) -> None:
-    """Add gradients of blocks [B*n,Y,C] to the entries that they came from: the adjoint of `window_blocks`."""
-    batch, steps = into_BEC.shape[0], -(-cut.span // cut.size)
-    blocks = block_grads.unflatten(0, (batch, cut.count))
-    total = block_grads.new_zeros(batch, cut.count + steps - 1, cut.size, into_BEC.shape[-1])
-    for step in range(steps):
-        part = blocks[:, :, step * cut.size : (step + 1) * cut.size]
-        total[:, step : step + cut.count, : part.shape[2]] += part
-    before = cut.entries - cut.rows - (cut.width - 1)
-    into_BEC[:, max(before, 0) :] += total.flatten(1, 2)[:, max(-before, 0) : cut.width - 1 + cut.rows]
-
-
 def window_visible(position_BR: Tensor, cut: Cut) -> Tensor:
     """Return the mask of the block's entries that a row sees, bool [B,nQ,Y]: at most `width`, within its document."""
     device = position_BR.device

@@ -32,5 +32,5 @@ class _Recomputed(torch.autograd.Function):
         leaves = [x.detach().requires_grad_() if wants else x for x, wants in zip(arguments, wanted, strict=True)]
         with torch.enable_grad(), full_precision(grad):
             learned = [x for x, wants in zip(leaves, wanted, strict=True) if wants]
-            grads = iter(torch.autograd.grad(ctx.function(*leaves), learned, grad))
+            grads = iter(torch.autograd.grad(ctx.function(*leaves), learned, grad, materialize_grads=True))
         return None, *(next(grads) if wants else None for wants in wanted)
