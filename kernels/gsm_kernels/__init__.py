@@ -20,7 +20,7 @@ from .linear_cross_entropy import linear_cross_entropy
 from .mhc import mhc_boundary
 from .pool_groups import pool_groups
 from .rms_norm import rms_norm
-from .rope import rotate
+from .rotate import rotate
 from .score_slots import score_slots
 from .short_convolution import short_convolution
 from .slot_attention import slot_attention
@@ -38,6 +38,7 @@ OPS: tuple[Op, ...] = (
     pool_groups,
     mhc_boundary,
     rms_norm,
+    rotate,
     swiglu,
     short_convolution,
     delta_rule,

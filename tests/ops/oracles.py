@@ -53,6 +53,19 @@ def turned(x_C: Tensor, cos_P: Tensor, sin_P: Tensor, sign: int = 1) -> Tensor:
     return torch.cat([kept_C, torch.stack((a_P * c_P - b_P * s_P, a_P * s_P + b_P * c_P), dim=1).flatten()])
 
 
+def naive_rotation(x, cos_BRP, sin_BRP, inverse=False) -> Tensor:
+    """Pair by pair; heads are optional."""
+    rows = x[:, :, None] if x.ndim == 3 else x
+    places = itertools.product(*map(range, rows.shape[:3]))
+    out = [turned(rows[b, r, h], cos_BRP[b, r], sin_BRP[b, r], -1 if inverse else 1) for b, r, h in places]
+    return torch.stack(out).view(x.shape) if out else x.clone()
+
+
+def naive_norm(x, weight, eps, cos_BRP=None, sin_BRP=None) -> Tensor:
+    normed = F.rms_norm(x, weight.shape, weight, eps)
+    return normed if cos_BRP is None else naive_rotation(normed, cos_BRP, sin_BRP)
+
+
 def sees(position_BR: Tensor, entries: int, width: int, batch: int, row: int) -> list[int]:
     """Stream places that a row's window holds."""
     place = entries - position_BR.shape[1] + row
@@ -275,7 +288,8 @@ ORACLES = {
     "indexer_kl": naive_kl,
     "pool_groups": naive_pooling,
     "mhc_boundary": naive_mhc,
-    "rms_norm": lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps),
+    "rms_norm": naive_norm,
+    "rotate": naive_rotation,
     "swiglu": lambda gate, up, limit: F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit),
     "short_convolution": naive_convolution,
     "delta_rule": naive_delta_rule,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..device import absent, unfit_for_package, version
-from ..rope import rotate
+from ..rotate.reference import rotate
 from ..sequences import offsets
 from .inputs import Inputs
 

@@ -26,7 +26,7 @@ from ..joint import (
     window_blocks,
     window_visible,
 )
-from ..rope import turn
+from ..rotate.reference import turn
 from ..slots import flat_slots, gather_slots
 from .inputs import Inputs
 

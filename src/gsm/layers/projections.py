@@ -87,7 +87,7 @@ class Entry(nn.Module):
 
     def forward(self, x_BTD: Tensor, angles: Angles) -> Tensor:
         """Return ``entry_BTC``."""
-        return rotate(self.latent(x_BTD), angles.cos_BTP, angles.sin_BTP)
+        return self.norm(self.projection(x_BTD), angles)
 
 
 class Compressor(nn.Module):
@@ -166,7 +166,7 @@ class Indexer(nn.Module):
         """Return index keys of new bank entries, computed from their latents before rotation."""
         if self.key is None or self.key_norm is None:
             raise RuntimeError("owns_keys must be True for keys(), got False; use the keys of the bank's own indexer")
-        return rotate(self.key_norm(self.key(latent_BGC.detach())), angles.cos_BTP, angles.sin_BTP)
+        return self.key_norm(self.key(latent_BGC.detach()), angles)
 
     def work(self, ratio: int, pool: int | None = None) -> LayerCost:
         """Return the cost of a search: for each row and slot, J products of width I, and their weighted sum.
