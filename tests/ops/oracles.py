@@ -103,7 +103,8 @@ def choosable(first, last, pool, block: int, b: int, r: int) -> list[int]:
 
 
 def best(scores: dict[int, float], k: int) -> list[int]:
-    """The k keys with the highest values, ties to the lowest key, ascending, -1 at the end."""
+    """The k keys with the highest values above -inf, ties to the lowest key, ascending, -1 at the end."""
+    scores = {key: score for key, score in scores.items() if score > -torch.inf}
     chosen = sorted(sorted(scores, key=lambda slot: (-scores[slot], slot))[:k])
     return chosen + [-1] * (k - len(chosen))
 
@@ -121,7 +122,7 @@ def naive_pool(query, weight, key, first, last, blocks, block=8) -> Tensor:
         scores, maxima = naive_scores(query, weight, key, b, r), {}
         for f in choosable(first, last, None, block, b, r):
             ordinal = (f - int(first[b, r])) // block
-            maxima[ordinal] = max(maxima.get(ordinal, -torch.inf), scores[f].item())
+            maxima[ordinal] = max(maxima.get(ordinal, -torch.inf), scores[f].nan_to_num(-torch.inf, torch.inf).item())
         if maxima:
             maxima[max(maxima)] = torch.inf
         return best(maxima, blocks)
