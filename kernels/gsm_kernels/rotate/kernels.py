@@ -27,7 +27,7 @@ def rotate(
 def turned(
     x, cos_ptr, sin_ptr, row, N, SIGN: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
-    """Rotate the last PAIRS pairs among the D channels of float32 rows [ROWS,BLOCK]. A pair lies within a thread."""
+    """Rotate the last PAIRS pairs among the D channels of float32 rows [ROWS,BLOCK]."""
     if PAIRS > 0:
         pair = tl.arange(0, x.shape[1] // 2) - (D // 2 - PAIRS)
         at = (row // HEADS).to(tl.int64)[:, None] * PAIRS + pair[None, :]
