@@ -123,7 +123,7 @@ def without_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     two_passes = "two_pass" in request.node.name
     monkeypatch.setattr(residual, "mhc_boundary", naive_writing if two_passes else naive_boundary)
     # These two have backward passes of their own, with sums written as products, and products in place, unseen.
-    monkeypatch.setattr(norm, "rms_norm", lambda x, weight, eps: x * weight)
+    monkeypatch.setattr(norm, "rms_norm", lambda x, weight, eps, *angles: x * weight)
     monkeypatch.setattr(base, "linear_cross_entropy", lambda x, w, target, _: F.cross_entropy(x @ w.T, target))
 
 

@@ -20,7 +20,7 @@ from torch.nn.attention import flex_attention as flex_attention_module
 
 import gsm_kernels
 from gsm_kernels.dispatch import Op, using
-from gsm_kernels.rope import rotate
+from gsm_kernels.rotate.reference import rotate
 
 from .workloads import Call
 

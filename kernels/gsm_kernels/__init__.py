@@ -18,7 +18,7 @@ from .indexer_kl import IndexerLoss, indexer_kl
 from .linear_cross_entropy import linear_cross_entropy
 from .mhc import mhc_boundary
 from .rms_norm import rms_norm
-from .rope import rotate
+from .rotate import rotate
 from .score_slots import score_slots
 from .swiglu import swiglu
 
@@ -32,6 +32,7 @@ OPS: tuple[Op, ...] = (
     indexer_kl,
     mhc_boundary,
     rms_norm,
+    rotate,
     swiglu,
     linear_cross_entropy,
 )

@@ -193,8 +193,21 @@ def documents_of_one_token(make, **sizes) -> dict:
     return call | {name: torch.ones_like(call[name]) for name in ("start_BT", "live_BT")}
 
 
-def norm(*shape: int, eps: float = 1e-6) -> dict:
-    return {"x": normal(*shape), "weight": normal(shape[-1], seed=1), "eps": eps}
+def norm(*shape: int, eps: float = 1e-6, pairs: int | None = None) -> dict:
+    """Arguments of `rms_norm`; with a number of pairs, so many are rotated."""
+    call = {"x": normal(*shape), "weight": normal(shape[-1], seed=1), "eps": eps}
+    return call if pairs is None else {**call, **turns(*shape, pairs=pairs)}
+
+
+def turned(*shape: int, pairs: int, inverse: bool = False) -> dict:
+    """Arguments of `rotate`."""
+    return {"x": normal(*shape), **turns(*shape, pairs=pairs), "inverse": inverse}
+
+
+def turns(batch: int, rows: int, *_: int, pairs: int) -> dict:
+    """Angles of the rows, another one for each."""
+    cos, sin = angles(torch.arange(batch * rows).view(batch, rows), pairs)
+    return {"cos_BRP": cos, "sin_BRP": sin}
 
 
 def product(*shape: int, limit: float = 0.7) -> dict:
@@ -334,6 +347,11 @@ RULES = {
     for on in itertools.product((True, False), repeat=3)
     for kind in [dict(zip(("rule", "decay", "by_channel"), on, strict=True))]
 }
+TURNED = [  # the ordinary one first; widths that are no power of two, heads, many rows, nothing, no row
+    *(((2, 5, 8), 3), ((2, 33, 128), 16), ((1, 3, 4, 64), 32), ((2, 7, 3, 10), 2), ((3, 150, 6), 3)),
+    *(((2, 3, 8), 0), ((2, 0, 8), 2), ((1, 2, 2), 1)),
+]
+
 Case = Callable[[], dict]
 
 
@@ -365,7 +383,10 @@ CASES: Mapping[str, Mapping[str, Case]] = {
         for shape in ((2, 5, 8), (1, 1, 128), (2, 3, 100), (2, 5, 7), (0, 64), (8,), (33, 128), (2, 33, 4, 65))
     }
     | {"a large eps": partial(norm, 7, 8, eps=0.5), "no eps": partial(norm, 5, 128, eps=0.0)}
-    | {"(3, 2048)": partial(norm, 3, 2048), "(2, 8192)": partial(norm, 2, 8192), "(700, 32)": partial(norm, 700, 32)},
+    | {"(3, 2048)": partial(norm, 3, 2048), "(2, 8192)": partial(norm, 2, 8192), "(700, 32)": partial(norm, 700, 32)}
+    | {f"{shape}, {pairs} pairs turned": partial(norm, *shape, pairs=pairs) for shape, pairs in TURNED},
+    "rotate": {f"{shape}, {pairs} pairs": partial(turned, *shape, pairs=pairs) for shape, pairs in TURNED}
+    | {"back": partial(turned, 2, 5, 3, 8, pairs=3, inverse=True)},
     "swiglu": {
         str(shape): partial(product, *shape)
         for shape in ((2, 5, 8), (1, 1, 128), (2, 5, 7), (3, 2), (0, 4), (2, 33, 4, 65), (700, 32))

@@ -53,6 +53,19 @@ def turned(x_C: Tensor, cos_P: Tensor, sin_P: Tensor, sign: int = 1) -> Tensor:
     return torch.cat([kept_C, torch.stack((a_P * c_P - b_P * s_P, a_P * s_P + b_P * c_P), dim=1).flatten()])
 
 
+def naive_rotation(x, cos_BRP, sin_BRP, inverse=False) -> Tensor:
+    """Pair by pair; heads are optional."""
+    rows = x[:, :, None] if x.ndim == 3 else x
+    places = itertools.product(*map(range, rows.shape[:3]))
+    out = [turned(rows[b, r, h], cos_BRP[b, r], sin_BRP[b, r], -1 if inverse else 1) for b, r, h in places]
+    return torch.stack(out).view(x.shape) if out else x.clone()
+
+
+def naive_norm(x, weight, eps, cos_BRP=None, sin_BRP=None) -> Tensor:
+    normed = F.rms_norm(x, weight.shape, weight, eps)
+    return normed if cos_BRP is None else naive_rotation(normed, cos_BRP, sin_BRP)
+
+
 def sees(position_BR: Tensor, entries: int, width: int, batch: int, row: int) -> list[int]:
     """Stream places that a row's window holds."""
     place = entries - position_BR.shape[1] + row
@@ -90,7 +103,8 @@ def choosable(first, last, pool, block: int, b: int, r: int) -> list[int]:
 
 
 def best(scores: dict[int, float], k: int) -> list[int]:
-    """The k keys with the highest values, ties to the lowest key, ascending, -1 at the end."""
+    """The k keys with the highest values above -inf, ties to the lowest key, ascending, -1 at the end."""
+    scores = {key: score for key, score in scores.items() if score > -torch.inf}
     chosen = sorted(sorted(scores, key=lambda slot: (-scores[slot], slot))[:k])
     return chosen + [-1] * (k - len(chosen))
 
@@ -108,7 +122,7 @@ def naive_pool(query, weight, key, first, last, blocks, block=8) -> Tensor:
         scores, maxima = naive_scores(query, weight, key, b, r), {}
         for f in choosable(first, last, None, block, b, r):
             ordinal = (f - int(first[b, r])) // block
-            maxima[ordinal] = max(maxima.get(ordinal, -torch.inf), scores[f].item())
+            maxima[ordinal] = max(maxima.get(ordinal, -torch.inf), scores[f].nan_to_num(-torch.inf, torch.inf).item())
         if maxima:
             maxima[max(maxima)] = torch.inf
         return best(maxima, blocks)
@@ -255,7 +269,8 @@ ORACLES = {
     "score_slots": naive_slot_scores,
     "indexer_kl": naive_kl,
     "mhc_boundary": naive_mhc,
-    "rms_norm": lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps),
+    "rms_norm": naive_norm,
+    "rotate": naive_rotation,
     "swiglu": lambda gate, up, limit: F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit),
     "delta_rule": naive_delta_rule,
     "slot_attention": naive_slot_attention,

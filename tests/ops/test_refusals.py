@@ -37,6 +37,10 @@ BAD = [  # operation, what is changed in its ordinary call, words
     ("index_top_k", {"k": 0}, "k = 0", "at least 1"),
     ("mhc_boundary", {"phi": ZERO(5, 24)}, "4 streams", "(24, 24)"),
     ("rms_norm", {"weight": torch.ones(3)}, "(3,)", "(2, 5, 8)"),
+    ("rms_norm", {"cos_BRP": ZERO(2, 5, 3)}, "cos and sin"),
+    ("rms_norm", {"cos_BRP": ZERO(2, 4, 3), "sin_BRP": ZERO(2, 4, 3)}, "(2, 5, 8)", "(2, 4, 3)"),
+    ("rotate", {"cos_BRP": ZERO(2, 5, 5), "sin_BRP": ZERO(2, 5, 5)}, "8 channels", "5 pairs"),
+    ("rotate", {"x": ZERO(2, 5)}, "(2, 5)", "[B,R,(H,)C]"),
 ]
 
 
@@ -61,6 +65,7 @@ NOT_FOR = [  # operation, forced implementation, call in float32, words
     ("mhc_boundary", "triton", lambda: calls.hyper_connection(rounds=33), "at most 32 rounds"),
     ("mhc_boundary", "numba", lambda: calls.hyper_connection(streams=2), "made for 4 streams", "got 2"),
     ("rms_norm", "triton", lambda: calls.norm(2, WIDEST + 1), f"at most {WIDEST} numbers", f"got {WIDEST + 1}"),
+    ("rotate", "triton", lambda: calls.turned(1, 2, WIDEST + 2, pairs=1), f"at most {WIDEST} numbers"),
     ("linear_cross_entropy", "triton", two_halves, "one half-precision type", "bfloat16 and float16"),
     ("index_top_k", "triton", lambda: calls.selection(ratio=1, k=20_000), "too few for k = 20000"),
 ]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 import sanitizer
 import torch
-from calls import attention, cast, every_call, gradients, hyper_connection, indexer, outputs, selection
+from calls import attention, cast, every_call, gradients, hyper_connection, indexer, norm, outputs, selection, turned
 from check import with_reference, with_triton
 from closeness import TOLERANCE, relative_error
 from oracles import normal
@@ -240,7 +240,8 @@ MORE: dict[str, list[dict]] = {  # for what an ordinary call leaves out
     "index_top_k": [in_spans()],
     "indexer_kl": [{**indexer(), "dense": False}],
     "mhc_boundary": [{**hyper_connection(batch=1, width=60), "rounds": 3}],
-    "rms_norm": [{"x": normal(2, 5, 6), "weight": normal(6, seed=1)}],
+    "rms_norm": [norm(2, 5, 6), norm(2, 5, 6, pairs=2)],
+    "rotate": [turned(2, 5, 6, pairs=2)],
 }
 # Masks of loads that nobody misses at these sizes, by function: the lanes stay within their tensor, and what they read
 # is masked once more.

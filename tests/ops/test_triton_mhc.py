@@ -32,7 +32,7 @@ FEW = [  # streams, width, tokens; of four streams, a width of 60 makes four til
 def test_the_columns_of_few_tokens_are_divided_among_programs(streams, width, tokens, monkeypatch):
     launched = launches_of(triton, monkeypatch)
     call = call_of(streams=streams, width=width, batch=1, rows=tokens)
-    backward = ["products", "coefficient_gradients", "stream_gradients"]
+    backward = ["products", "coefficient_gradients", "stream_gradients", "add_parts"]
     assert_agrees(mhc_boundary, call)
     assert [one.kernel for one in launched] == ["project", "finish", *backward]
     launched.clear()

@@ -325,3 +325,19 @@ def window_gradient(
         entry_grad = tl.dot(p.to(entry.dtype), grad, entry_grad, input_precision="ieee")
         entry_grad = tl.dot((slope * natural).to(entry.dtype), query, entry_grad, input_precision="ieee")
     tl.store(window_grad_ptr + entry_at, entry_grad.to(window_grad_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["N"])
+def sink_gradient(
+    sink_ptr, lse_ptr, delta_ptr, sink_grad_ptr, N, H: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr
+):  # fmt: skip
+    """Compute the gradient of HEADS sinks: minus the sum over all N rows of the weight of the sink times D."""
+    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    sink = tl.load(sink_ptr + head, mask=head < H, other=0.0).to(tl.float32) * LOG2_E
+    total = tl.zeros((ROWS, HEADS), tl.float32)
+    for first in range(0, N, ROWS):
+        row = first + tl.arange(0, ROWS)
+        at, inside = row.to(tl.int64)[:, None] * H + head[None, :], (row < N)[:, None] & (head < H)[None, :]
+        lse = tl.load(lse_ptr + at, mask=inside, other=float("inf"))
+        total += tl.exp2(sink[None, :] - lse) * tl.load(delta_ptr + at, mask=inside, other=0.0)
+    tl.store(sink_grad_ptr + head, -tl.sum(total, 0), mask=head < H)

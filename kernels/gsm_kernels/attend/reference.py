@@ -13,7 +13,7 @@ from torch import Tensor
 from ..device import at_least_float32, in_dtype, scratch_elements
 from ..joint import Cut, Far, as_bias, chunks, cut, pad_rows, probabilities, window_blocks, window_visible
 from ..recomputed import recomputed
-from ..rope import rotate
+from ..rotate.reference import rotate
 from ..slots import gather_slots
 from .inputs import Inputs
 

@@ -10,7 +10,8 @@ of its denominator, without atomics, so that it is deterministic:
 1. `query_gradient` processes a few queries; for each pick, it stores the contribution to its bank slot;
 2. `gsm_kernels.inverse` sums the contributions to every slot, with a stable sort of the selection, chunk by chunk of
    rows: the first `inverse.KEPT` chunks are sorted once for all layers that read it, any others once per layer;
-3. `window_gradient` processes a tile of window entries and visits the rows that see it.
+3. `window_gradient` processes a tile of window entries and visits the rows that see it;
+4. `sink_gradient` sums over all rows, for 8 heads in a program (4 MB of numbers at 16,384 rows of 64 heads, twice).
 
 An entry's gradient is accumulated in float32 and has the dtype of the entry. If several layers attend to one stream,
 autograd sums over them: without rounding, if the stream is float32. The rotated query and gradient are written once and
@@ -176,8 +177,7 @@ def _backward(grad_BRHC, out_BRHC, lse_BRH, *arguments):
             add_segments(bank_sum.flatten(0, 1), pair_grads.flatten(0, 2), inverse)
         del pair_grads  # before the next chunk's are made
     _window_gradient(inputs, turned_query, turned_grad, lse_BRH, delta_BRH, window_grad)
-    sink_share = torch.exp2(inputs.sink_H.to(torch.float32) * LOG2_E - lse_BRH)
-    sink_grad.copy_(-(sink_share * delta_BRH).sum((0, 1)))
+    _sink_gradient(inputs.sink_H, lse_BRH, delta_BRH, sink_grad)
     bank_grad.copy_(bank_sum)
     return grads
 
@@ -212,6 +212,14 @@ def _window_gradient(inputs: Inputs, query: Tensor, grad: Tensor, lse: Tensor, d
     sizes = tile(inputs, 2)
     grid = (batch * cdiv(entries, sizes["BLOCK"]),)
     launch(window_gradient, grid, *tensors, *_sizes(inputs)[:4], H=heads, C=channels, **sizes)
+
+
+def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor, written: Tensor) -> None:
+    from .kernels import sink_gradient
+
+    heads, sizes = sink.numel(), {"ROWS": 1024, "HEADS": 8, "num_warps": 8}
+    rows = lse.numel() // max(heads, 1)
+    launch(sink_gradient, (cdiv(heads, 8),), sink, lse, delta, written, rows, H=heads, **sizes)
 
 
 def _outputs(*arguments):

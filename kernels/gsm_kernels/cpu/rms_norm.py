@@ -13,12 +13,13 @@ from ..device import in_dtype
 from ..dispatch import Impl
 from ..register import register
 from ..rms_norm import rms_norm as operation
+from ..rms_norm.reference import rotated
 from .native import loops, missing, run, unfit, wide
 
 LEAST = 1 << 16  # numbers that are worth a thread
 
 
-def _forward(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+def _forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide_x, width = wide(x), x.shape[-1]
     rows, least, out = x.numel() // max(width, 1), LEAST // max(width, 1) + 1, torch.empty_like(wide_x)
     run(loops("rms_norm").forward, rows, width, eps, wide_x, wide(weight), out, least=least)
@@ -35,6 +36,14 @@ def _backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     return in_dtype(x_grad, x.dtype), in_dtype(part_PD.sum(0), weight.dtype)
 
 
-rms_norm = register("rms_norm", _forward, backward=_backward, learned=("x", "weight"), on_cpu=True)
+_operator = register("rms_norm", _forward, backward=_backward, learned=("x", "weight"), on_cpu=True)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, cos_BRP: Tensor | None = None, sin_BRP: Tensor | None = None
+) -> Tensor:
+    """See `gsm_kernels.rms_norm`. PyTorch rotates."""
+    return rotated(_operator(x, weight, eps), cos_BRP, sin_BRP)
+
 
 operation.add(Impl("numba", rms_norm, unfit, missing))

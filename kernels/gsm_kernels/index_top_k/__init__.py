@@ -5,8 +5,8 @@ Over the slots that row t sees, first_t <= f < last_t,
     score_tf = sum_j weight_tj relu(query_tj . key_f)
 
 `index_top_k` takes the k highest, `candidate_pool` the blocks of slots with the highest maxima. Both are exact and
-break ties towards the lowest slot (ties are common: a score is 0 whenever no head fires, and -0.0 counts as 0). No
-gradient flows.
+break ties towards the lowest slot (ties are common: a score is 0 whenever no head fires, and -0.0 counts as 0). A
+slot whose score is -inf or not a number is never chosen. No gradient flows.
 
 index_top_k(query_BRJI, weight_BRJ, key_BFI, first_BR, last_BR, k, pool_BRN=None, block=8) -> index_BRK, int64:
     k slots in ascending order, -1 at the end where a row sees fewer. With a pool, a row chooses among the slots whose

@@ -49,7 +49,7 @@ def best_of_groups(
                 other=0.0,
             )
             weight = tl.load(weight_ptr + row * J + head, mask=inside, other=0.0).to(tl.float32)
-            fired = tl.maximum(tl.dot(query, tl.trans(key), input_precision="ieee"), 0.0)
+            fired = tl.maximum(tl.dot(query, tl.trans(key), input_precision="ieee"), 0.0, tl.PropagateNan.ALL)
             score += weight[:, None] * fired
         seen = inside[:, None] & (slot[None, :] >= first[:, None]) & (slot[None, :] < last[:, None])
         line = (tile // row_tiles) * rows + at  # a chunk's buffers hold far fewer than 2^31 numbers
@@ -59,6 +59,7 @@ def best_of_groups(
         best = tl.where(seen, score, float("-inf"))
         group = start // GROUP + tl.arange(0, SLOTS // GROUP)
         if GROUP > 1:
+            best = tl.where(best > float("-inf"), best, float("-inf"))  # as NaN is never chosen
             best = tl.max(tl.reshape(best, (ROWS, SLOTS // GROUP, GROUP)), 2)
         inside_2d = inside[:, None] & (group < groups)[None, :]
         tl.store(best_ptr + (line[:, None] * groups + group[None, :]), best, mask=inside_2d)
@@ -84,7 +85,7 @@ def choose(
         for member in range(SPAN):  # one after the other, since all at once would fill the registers
             group = span * SPAN + member
             score = tl.load(score_ptr + group, mask=(low + group) * GROUP < end, other=float("-inf"))
-            best = tl.maximum(best, score)
+            best = tl.where(score > best, score, best)  # NaN is not higher
         _write_highest(best, span, out, k, SIZE, K)
         tl.debug_barrier()
         place = tl.arange(0, K * SPAN)
@@ -128,7 +129,7 @@ def choose_blocks(
     for place in range(block):
         slot = first + ordinal * block + place
         score = tl.load(score_ptr + line * columns + slot, mask=slot < last, other=float("-inf"))
-        best = tl.maximum(best, score)
+        best = tl.where(score > best, score, best)  # NaN is not higher
     newest = (first < last) & (ordinal == (last - 1 - first) // block)
     _write_highest(tl.where(newest, float("inf"), best), ordinal, out_ptr + line * k, k, SIZE, K)
 
@@ -143,15 +144,16 @@ def _row(first_ptr, last_ptr, batch0, row0, rows, R):
 
 @triton.jit
 def _write_highest(score, name, out_ptr, k, SIZE: tl.constexpr, K: tl.constexpr):
-    """Write the names of the k highest scores above -inf in their order, ties to the first, then -1 up to k.
+    """Write the names of the k highest scores above -inf, which NaN is not, in their order, ties to the first, then -1
+    up to k.
 
     The k-th highest is found bit by bit, from the highest: a bit is set where k scores or more reach the number so
-    far with that bit set. Scores are compared as unsigned numbers of the same order, 0 standing for -inf. Where there
-    are not more than k, all are taken and nothing is searched.
+    far with that bit set. Scores are compared as unsigned numbers of the same order, 0 standing for -inf and NaN. Where
+    there are not more than k, all are taken and nothing is searched.
     """
     bits = tl.where(score == 0, 0.0, score).to(tl.uint32, bitcast=True)
     order = tl.where((bits >> 31) == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-    order = tl.where(score == float("-inf"), 0, order)
+    order = tl.where(score > float("-inf"), order, 0)
     kth, bit = tl.full((), 0, tl.uint32), tl.full((), 0x80000000, tl.uint32)
     for _ in range(tl.where(tl.sum((order > 0).to(tl.int32), 0) > k, 32, 0)):
         kth = tl.where(tl.sum((order >= (kth | bit)).to(tl.int32), 0) >= k, kth | bit, kth)

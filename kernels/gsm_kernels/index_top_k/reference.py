@@ -21,7 +21,7 @@ def index_top_k(inputs: Inputs) -> Tensor:
         pool = None if pool_BRN is None else pool_BRN[:, rows]
         seen = slots_visible(inputs.key_BFI.shape[1], first_BR[:, rows], last_BR[:, rows], pool, inputs.block)
         score = fire(inputs.indexer, rows).score()
-        chosen.append(highest(score.masked_fill_(~seen, -torch.inf), inputs.k))
+        chosen.append(highest(score.masked_fill_(~seen | score.isnan(), -torch.inf), inputs.k))
     return torch.cat(chosen, 1)
 
 
@@ -32,6 +32,7 @@ def candidate_pool(inputs: Inputs) -> Tensor:
     pools = [torch.empty_like(first_BR[:, :0, None].expand(-1, -1, inputs.k))]
     for rows in row_slices(inputs):
         score = fire(inputs.indexer, rows).score()
+        score.masked_fill_(score.isnan(), -torch.inf)
         pools.append(highest(_block_scores(score, first_BR[:, rows], last_BR[:, rows], inputs.block), inputs.k))
     return torch.cat(pools, 1)
 

@@ -2,8 +2,8 @@
 the order read (X), write (X), mix (X x X, source then destination). All sums and coefficients are float32. Numbers lie
 [N, C], for products of matrices; coefficients [C, N], so that one of many tokens is one short run.
 
-Forward is one kernel, for few tokens two: `project`, `finish`. Backward is three: `products`, `coefficient_gradients`,
-`stream_gradients`. See `triton.py`.
+Forward is one kernel, for few tokens two: `project`, `finish`. Backward is four: `products`, `coefficient_gradients`,
+`stream_gradients`, `add_parts`. See `triton.py`.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -359,3 +359,36 @@ def stream_gradients(
     for j in tl.static_range(X):
         at = tl.program_id(1).to(tl.int64) * C * X * D + place + j * D
         tl.store(partial_ptr + at, phi_grad[j], mask=of_phi)
+
+
+@triton.jit(do_not_specialize=["phi_parts", "parts"])
+def add_parts(
+    phi_part_ptr, part_ptr, phi_grad_ptr, bias_grad_ptr, scale_grad_ptr, SIZE, phi_parts, parts,
+    X: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Add up all partial sums, each in its order: the first program those of bias and scale, every other COLUMNS
+    numbers of phi's SIZE."""
+    C: tl.constexpr = 2 * X + X * X
+    if tl.program_id(0) == 0:
+        c = tl.arange(0, PADDED)
+        FEW: tl.constexpr = ROWS * COLUMNS // PADDED
+        tl.store(bias_grad_ptr + c, _sum_of_parts(part_ptr, parts, 2 * C, c, c < C, FEW), mask=c < C)
+        by_number = _sum_of_parts(part_ptr + C, parts, 2 * C, c, c < C, FEW)
+        tl.store(scale_grad_ptr, tl.sum(tl.where(c < X, by_number, 0.0), 0))
+        tl.store(scale_grad_ptr + 1, tl.sum(tl.where((c >= X) & (c < 2 * X), by_number, 0.0), 0))
+        tl.store(scale_grad_ptr + 2, tl.sum(tl.where(c >= 2 * X, by_number, 0.0), 0))
+    else:
+        column = (tl.program_id(0) - 1) * COLUMNS + tl.arange(0, COLUMNS)
+        total = _sum_of_parts(phi_part_ptr, phi_parts, SIZE, column, column < SIZE, ROWS)
+        tl.store(phi_grad_ptr + column, total, mask=column < SIZE)
+
+
+@triton.jit
+def _sum_of_parts(part_ptr, parts, stride, column, inside, ROWS: tl.constexpr):
+    """The sum of some columns over all parts, which lie `stride` numbers apart; 0 outside."""
+    total = tl.zeros((ROWS, column.shape[0]), tl.float32)
+    for first in range(0, parts, ROWS):
+        part = first + tl.arange(0, ROWS)
+        at = part.to(tl.int64)[:, None] * stride + column[None, :]
+        total += tl.load(part_ptr + at, mask=(part < parts)[:, None] & inside[None, :], other=0.0)
+    return tl.sum(total, 0)

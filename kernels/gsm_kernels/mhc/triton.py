@@ -1,4 +1,4 @@
-"""The hyper-connections as one kernel forward, two for few tokens, and three backward.
+"""The hyper-connections as one kernel forward, two for few tokens, and four backward.
 
 Forward sweeps twice over a tile's streams; the second sweep finds most of them in the L2 cache. In smaller tiles phi
 would be read too often, because every program reads all of it.
@@ -11,8 +11,9 @@ but never wait for Sinkhorn's rounds between the reads. Only a GPU can say from 
 
 In backward, the gradient of a stream needs that of its token's coefficients, which takes whole rows, and the gradient
 of phi takes whole columns. So one kernel goes by rows, a small one through the coefficients, and one by columns, which
-holds its part of phi's gradient in registers while the tokens pass. The streams that left are not read: with g the
-gradient of the next site's input, <g, X'_k> follows from the products of g with the streams that entered.
+holds its part of phi's gradient in registers while the tokens pass. A fourth adds up the partial sums of all three
+parameters, in their order, with no atomics. The streams that left are not read: with g the gradient of the next site's
+input, <g, X'_k> follows from the products of g with the streams that entered.
 
 Kept for backward: the inputs and, in float32, a token's numbers, coefficients and inverse rms. Sinkhorn's divisors are
 computed again, in registers.
@@ -147,10 +148,11 @@ def _backward(left_grad, mixed_grad, number, inverse, coefficient, *arguments):
     grads = (left_grad.contiguous(), mixed_grad.contiguous())
     product, update_grad = _products(streams, update, grads, coefficient)
     kept = (number, inverse, bias, scale, coefficient)
-    *pulls, bias_grad, scale_grad = _coefficient_gradients(product, kept, streams.shape[3], rounds, hc_eps)
-    streams_grad, phi_grad = _stream_gradients(streams, (*grads, _operand(phi, streams), coefficient, *pulls))
-    small = (phi_grad.to(phi.dtype), bias_grad.to(bias.dtype), scale_grad.to(scale.dtype))
-    return streams_grad, update_grad, *small
+    *pulls, parts = _coefficient_gradients(product, kept, streams.shape[3], rounds, hc_eps)
+    streams_grad, phi_parts = _stream_gradients(streams, (*grads, _operand(phi, streams), coefficient, *pulls))
+    weights = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (phi, bias, scale)]
+    _add_parts(phi_parts, parts, weights, streams.shape[2])
+    return streams_grad, update_grad, *weights
 
 
 def _products(streams: Tensor, update: Tensor, grads: tuple[Tensor, Tensor], coefficient: Tensor):
@@ -168,7 +170,8 @@ def _products(streams: Tensor, update: Tensor, grads: tuple[Tensor, Tensor], coe
 
 
 def _coefficient_gradients(product: Tensor, kept: tuple[Tensor, ...], width: int, rounds: int, hc_eps: float):
-    """Return the pulls [N,C] and [N] on the streams, and the gradients of bias and scale.
+    """Return the pulls [N,C] and [N] on the streams, and parts of the sums [parts,2,C] that are the gradients of bias
+    and, number by number, of scale.
 
     `kept` are the numbers [N,C], the inverse rms [N], bias, scale and the coefficients [C,N].
     """
@@ -182,13 +185,11 @@ def _coefficient_gradients(product: Tensor, kept: tuple[Tensor, ...], width: int
     tensors = (product, *kept, pull, along, partial)
     sizes = {"X": count, "ROUNDS": rounds, "TOKENS": tile}
     launch(coefficient_gradients, (programs,), *tensors, tokens, count * width, hc_eps, **sizes, num_warps=4)
-    bias_grad, by_number = partial.sum(0)
-    scale_grad = torch.stack([part.sum() for part in by_number.split((count, count, count * count))])
-    return pull, along, bias_grad, scale_grad
+    return pull, along, partial
 
 
 def _stream_gradients(streams: Tensor, others: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """By columns: the gradients of the streams and of phi.
+    """By columns: the gradient of the streams, and parts of the sum that is phi's, [parts,C,X*D].
 
     `others` are both results' gradients, phi, the coefficients and the pulls on the streams.
     """
@@ -205,7 +206,17 @@ def _stream_gradients(streams: Tensor, others: tuple[Tensor, ...]) -> tuple[Tens
     candidates = _tile(tile.column, tile.warps, 2), _tile(tile.column, tile.warps, 3)
     grid = cdiv(width, tile.column), parts
     launch_fastest("mhc.stream_gradients", stream_gradients, lambda _: grid, arguments, candidates, **sizes)
-    return streams_grad, partial.sum(0)
+    return streams_grad, partial
+
+
+def _add_parts(phi_parts: Tensor, parts: Tensor, grads: list[Tensor], count: int) -> None:
+    """Write the gradients of phi, bias and scale."""
+    from .kernels import add_parts
+
+    size, numbers = grads[0].numel(), parts.shape[2]
+    sizes = {"X": count, "ROWS": SPLITS, "COLUMNS": 128, "PADDED": power_of_two(numbers)}
+    tensors = (phi_parts, parts, *grads)
+    launch(add_parts, (1 + cdiv(size, 128),), *tensors, size, len(phi_parts), len(parts), **sizes, num_warps=4)
 
 
 def _operand(phi: Tensor, streams: Tensor) -> Tensor:

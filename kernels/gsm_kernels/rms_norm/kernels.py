@@ -1,7 +1,10 @@
-"""RMSNorm, ROWS rows of D numbers at a time. N is the number of rows; arithmetic is in float32."""
+"""RMSNorm, ROWS rows of D numbers at a time, and a rotation after it. N is the number of rows, HEADS of which share a
+line of PAIRS angles (0: nothing is rotated); arithmetic is in float32."""
 
 import triton
 import triton.language as tl
+
+from ..rotate.kernels import turned
 
 
 @triton.jit
@@ -12,8 +15,11 @@ def inverse_norm(x, row, eps, N, D: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["N"])  # no address depends on it
-def forward(x_ptr, weight_ptr, out_ptr, eps, N, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """out = x * inverse * weight, with inverse = 1 / sqrt(mean(x^2) + eps)."""
+def forward(
+    x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, eps, N,
+    HEADS: tl.constexpr, PAIRS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out = x * inverse * weight, with inverse = 1 / sqrt(mean(x^2) + eps), and its last channels rotated."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < N)[:, None] & (column < D)[None, :]
@@ -21,14 +27,14 @@ def forward(x_ptr, weight_ptr, out_ptr, eps, N, D: tl.constexpr, ROWS: tl.conste
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=column < D, other=0.0).to(tl.float32)
     inverse = inverse_norm(x, row, eps, N, D)
-    tl.store(out_ptr + at, x * inverse[:, None] * weight[None, :], mask=inside)
+    out = x * inverse[:, None] * weight[None, :]
+    tl.store(out_ptr + at, turned(out, cos_ptr, sin_ptr, row, N, 1, HEADS, PAIRS, D), mask=inside)
 
 
 @triton.jit(do_not_specialize=["N"])
 def backward(
-    grad_ptr, x_ptr, weight_ptr, x_grad_ptr, partial_ptr,
-    eps, N,
-    D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    grad_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, x_grad_ptr, partial_ptr, eps, N,
+    HEADS: tl.constexpr, PAIRS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradient of x, and this program's part of the weight's: the sum over every P-th tile of rows."""
     column = tl.arange(0, BLOCK)
@@ -40,6 +46,7 @@ def backward(
         at = row.to(tl.int64)[:, None] * D + column[None, :]
         x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        grad = turned(grad, cos_ptr, sin_ptr, row, N, -1, HEADS, PAIRS, D)
         inverse = inverse_norm(x, row, eps, N, D)
         normed = x * inverse[:, None]
         scaled = grad * weight[None, :]

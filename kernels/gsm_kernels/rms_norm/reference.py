@@ -1,4 +1,4 @@
-"""PyTorch's own RMSNorm, in at least float32."""
+"""PyTorch's own RMSNorm, in at least float32, and a rotation after it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ from torch import Tensor
 
 from ..device import at_least_float32, in_dtype
 from ..recomputed import recomputed
+from ..rotate.reference import rotate
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, cos_BRP: Tensor | None = None, sin_BRP: Tensor | None = None
+) -> Tensor:
     """See `gsm_kernels.rms_norm`."""
-    return recomputed(_normed, x, weight, eps)
+    return rotated(recomputed(_normed, x, weight, eps), cos_BRP, sin_BRP)
+
+
+def rotated(x: Tensor, cos_BRP: Tensor | None, sin_BRP: Tensor | None) -> Tensor:
+    """Return `x` itself, or rotated if there are angles."""
+    return x if cos_BRP is None or sin_BRP is None else rotate(x, cos_BRP, sin_BRP)
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:

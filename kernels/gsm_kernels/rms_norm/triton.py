@@ -16,50 +16,48 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..launch import cdiv, launch, power_of_two, unfit
+from ..launch import cdiv, launch, unfit
 from ..register import register
+from ..rotate.triton import angles_of, tile
 
 WIDEST = 8192  # 16 numbers a thread in 16 warps: backward takes 118 of the 128 registers that each of them may have
 PROGRAMS = 528  # four for each of 132 processors, so that loads of some hide the sums of others
 
 
-def refuses(x: Tensor, weight: Tensor, eps: float = 1e-6) -> str | None:
+def refuses(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, cos_BRP: Tensor | None = None, sin_BRP: Tensor | None = None
+) -> str | None:
     """Return why this call is not for the kernels."""
     if not 0 < x.shape[-1] <= WIDEST:
         return f"holds a row in registers, at most {WIDEST} numbers and at least one, got {x.shape[-1]}"
-    return unfit(x, weight)
+    return unfit(*(tensor for tensor in (x, weight, cos_BRP, sin_BRP) if tensor is not None))
 
 
-def tile(width: int) -> tuple[int, int, int]:
-    """Rows of a tile, its columns, and warps: 16 numbers a thread, in narrow rows several of them at a time."""
-    columns = power_of_two(width)
-    rows = max(1, 2048 // columns)
-    return rows, columns, min(16, rows * columns // 512)
-
-
-def _forward(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+def _forward(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, cos_BRP: Tensor | None = None, sin_BRP: Tensor | None = None
+) -> Tensor:
     from .kernels import forward
 
-    x, weight = x.contiguous(), weight.contiguous()
-    out = torch.empty_like(x)
-    (rows, columns, warps), width = tile(x.shape[-1]), x.shape[-1]
-    count = x.numel() // width
-    sizes = {"D": width, "ROWS": rows, "BLOCK": columns, "num_warps": warps}
-    launch(forward, (cdiv(count, rows),), x, weight, out, eps, count, **sizes)
+    x, weight, (rows, sizes) = x.contiguous(), weight.contiguous(), tile(x.shape[-1])
+    cos, sin, turn = angles_of(x, cos_BRP, sin_BRP)
+    out, count = torch.empty_like(x), x.shape[:-1].numel()
+    launch(forward, (cdiv(count, rows),), x, weight, cos, sin, out, eps, count, **turn, **sizes)
     return out
 
 
-def _backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _backward(
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, cos_BRP: Tensor | None, sin_BRP: Tensor | None
+) -> tuple[Tensor, Tensor]:
     from .kernels import backward
 
-    grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
-    (rows, columns, warps), width = tile(x.shape[-1]), x.shape[-1]
-    count = x.numel() // width
+    grad, x, weight, (rows, sizes) = grad.contiguous(), x.contiguous(), weight.contiguous(), tile(x.shape[-1])
+    cos, sin, turn = angles_of(x, cos_BRP, sin_BRP)
+    count = x.shape[:-1].numel()
     programs = min(PROGRAMS, cdiv(count, rows))
     x_grad = torch.empty_like(x)
-    partial_PD = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-    sizes = {"D": width, "ROWS": rows, "BLOCK": columns, "num_warps": warps}
-    launch(backward, (programs,), grad, x, weight, x_grad, partial_PD, eps, count, **sizes)
+    partial_PD = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
+    tensors = (grad, x, weight, cos, sin, x_grad, partial_PD)
+    launch(backward, (programs,), *tensors, eps, count, **turn, **sizes)
     return x_grad, partial_PD.sum(0).to(weight.dtype)
 
 

@@ -32,7 +32,7 @@ def forward(
     slot = group * GROUP + place % GROUP
     valid = (group >= 0) & (slot < F)
     key = _keys(key_ptr, batch * F + slot, valid, I, WIDTH)
-    fired = tl.maximum(tl.dot(key, tl.trans(query), input_precision="ieee"), 0.0)
+    fired = tl.maximum(tl.dot(key, tl.trans(query), input_precision="ieee"), 0.0, tl.PropagateNan.ALL)
     score = tl.where(valid, tl.sum(fired * weight[None, :], 1), 0.0)
     tl.store(score_ptr + line * places + place, score, mask=place < places)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from gsm.layers.rope import Angles
 from gsm_kernels import rms_norm
 
 
@@ -21,6 +22,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
-        return rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor, angles: Angles | None = None) -> Tensor:
+        """Normalise the last dimension; with angles, also rotate it, as ``gsm_kernels.rotate`` does."""
+        if angles is None:
+            return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, *angles)

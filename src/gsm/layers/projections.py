@@ -87,7 +87,7 @@ class Entry(nn.Module):
 
     def forward(self, x_BTD: Tensor, angles: Angles, projected_BTC: Tensor | None = None) -> Tensor:
         """Return ``entry_BTC``; ``projected_BTC`` is ``projection(x_BTD)``, if that is known."""
-        return rotate(self.latent(x_BTD, projected_BTC), angles.cos_BTP, angles.sin_BTP)
+        return self.norm(self.projection(x_BTD) if projected_BTC is None else projected_BTC, angles)
 
 
 class Compressor(nn.Module):
@@ -193,7 +193,7 @@ class Indexer(nn.Module):
         """Return index keys of new bank entries, computed from their latents before rotation."""
         if self.key is None or self.key_norm is None:
             raise RuntimeError("owns_keys must be True for keys(), got False; use the keys of the bank's own indexer")
-        return rotate(self.key_norm(self.key(latent_BGC.detach())), angles.cos_BTP, angles.sin_BTP)
+        return self.key_norm(self.key(latent_BGC.detach()), angles)
 
     def work(self, ratio: int, pool: int | None = None) -> LayerCost:
         """Return the cost of a search: for each row and slot, J products of width I, and their weighted sum.

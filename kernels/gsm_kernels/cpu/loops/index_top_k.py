@@ -21,7 +21,7 @@ ZERO, INFINITE = np.float32(0), np.float32(np.inf)
 
 @part
 def _score(fired_JF, weight_J, low, high, score_F):
-    """sum_j weight_j relu(fired_j) of slots low to high."""
+    """sum_j weight_j relu(fired_j) of slots low to high; -inf where that is not a number."""
     for f in range(low, high):
         score_F[f] = ZERO
     heads = weight_J.shape[0]
@@ -35,6 +35,9 @@ def _score(fired_JF, weight_J, low, high, score_F):
         weight, fired_F = weight_J[j], fired_JF[j]
         for f in range(low, high):
             score_F[f] += weight * max(fired_F[f], ZERO)
+    for f in range(low, high):
+        if score_F[f] != score_F[f]:
+            score_F[f] = -INFINITE
 
 
 @part
@@ -63,13 +66,7 @@ def _bound(score, low, high, k, held):
 
 @part
 def _choose(score, low, high, k, held, chosen_K):
-    """Write the places in low to high of the k highest scores above -inf, ascending, then -1; where a score is not a
-    number, -1 alone."""
-    broken = False
-    for f in range(low, high):
-        broken |= score[f] != score[f]
-    if broken:
-        high = low
+    """Write the places in low to high of the k highest scores above -inf, ascending, then -1."""
     threshold, count, equals = _bound(score, low, high, k, held), 0, k
     for start in range(low, high, RUN):
         stop = min(start + RUN, high)

@@ -1,29 +1,11 @@
-"""rotate against one pair at a time."""
+"""rotate: heads, the way back, and compiled arithmetic. test_conformance.py has its results."""
 
 import pytest
 import torch
-from calls import gradients
 from closeness import assert_close
-from oracles import angles, normal, turned
+from oracles import angles, normal
 
 from gsm_kernels import rotate
-
-
-@pytest.mark.parametrize("pairs", [0, 3, 4])
-@pytest.mark.parametrize("inverse", [False, True])
-def test_rotation_and_its_gradient_equal_the_pairwise_formula(pairs, inverse):
-    cos, sin = angles(torch.arange(10).view(2, 5), pairs)
-    call = {"x": normal(2, 5, 3, 8), "cos_BRP": cos, "sin_BRP": sin}
-
-    def oracle(x, cos_BRP, sin_BRP):
-        sign = -1 if inverse else 1
-        rows = [turned(x[b, r, h], cos[b, r], sin[b, r], sign) for b in range(2) for r in range(5) for h in range(3)]
-        return torch.stack(rows).view(x.shape)
-
-    out, grads = gradients(lambda **call: rotate(**call, inverse=inverse), call)
-    expected, expected_grads = gradients(oracle, call)
-    assert_close(out[0], expected[0])
-    assert_close(grads["x"], expected_grads["x"], gradient=True)
 
 
 def test_a_head_dimension_is_optional_and_the_inverse_undoes():
@@ -48,9 +30,3 @@ def test_compiled_and_eager_arithmetic_agree():
     )
     assert_close(out, wanted)
     assert_close(grad, wanted_grad, gradient=True)
-
-
-def test_too_many_angles_are_refused():
-    cos, sin = angles(torch.arange(10).view(2, 5), 5)
-    with pytest.raises(ValueError, match="^rotate: .*8.*5"):
-        rotate(normal(2, 5, 8), cos, sin)
