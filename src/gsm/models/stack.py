@@ -8,12 +8,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from gsm.layers.block import Block, LayerOutput
 from gsm.layers.costs import Layer
@@ -109,8 +104,10 @@ class Stack(nn.Module):
                 empty_BTD = streams.mixed_BTD
                 out = LayerOutput(cache, below, layer_input_BTD=empty_BTD, layer_output_BRD=empty_BTD)
             elif self.recompute and self.training and not patching():  # a patch may have ended before the backward
-                context: dict[str, Any] = {"context_fn": self._saving(block)}
-                streams, out = checkpoint(block, streams, span, cache, below, use_reentrant=False, **context)
+                policy = _policy if self.recompute == "selective" else _policy_of_losses
+                selective = {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
+                options: dict[str, Any] = selective if self.recompute == "selective" or _keeps_loss(block) else {}
+                streams, out = checkpoint(block, streams, span, cache, below, use_reentrant=False, **options)
             else:
                 streams, out = block(streams, span, cache, below)
             if out.attended is None and below is not None:
@@ -119,17 +116,19 @@ class Stack(nn.Module):
             below, span = out.attended, span.cut()
         return streams, outputs
 
-    def _saving(self, block: Block) -> Callable[[], Any]:
-        """Return what makes the contexts of a block's forward and recomputation."""
-        if self.recompute == "selective":
-            return partial(create_selective_checkpoint_contexts, partial(_policy, SAVED))
-        if any(isinstance(part, Indexer) for part in block.modules()):
-            return partial(create_selective_checkpoint_contexts, partial(_policy, SAVED_ALWAYS))
-        return noop_context_fn
+
+def _keeps_loss(block: Block) -> bool:
+    """Return whether a block has an indexer, whose loss is kept. torch.compile takes no policy here."""
+    return not torch.compiler.is_compiling() and any(isinstance(part, Indexer) for part in block.modules())
 
 
-def _policy(saved: set[str], _: Any, operation: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    save = str(operation.overloadpacket) in saved
+def _policy(_: Any, operation: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    save = str(operation.overloadpacket) in SAVED
+    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _policy_of_losses(_: Any, operation: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    save = str(operation.overloadpacket) in SAVED_ALWAYS
     return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
