@@ -4,6 +4,7 @@ that its rows see."""
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -34,7 +35,9 @@ class Touched(TorchDispatchMode):
 
     def __init__(self, model: LanguageModel):
         super().__init__()
-        self.bytes_of = {p.untyped_storage().data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
+        self.bytes_of: dict[int, int] = defaultdict(int)  # weights of one input lie in one storage
+        for p in model.parameters():
+            self.bytes_of[p.untyped_storage().data_ptr()] += p.numel() * p.element_size()
         self.seen: set[int] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

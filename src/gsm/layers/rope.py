@@ -7,7 +7,6 @@ only the last channels of a head, by default frequencies only (no attention temp
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -81,9 +80,7 @@ class Rope:
     def __call__(self, position_BT: Tensor, dtype: torch.dtype) -> Angles:
         """Return the angles at ``position_BT`` for tensors of ``dtype``: float64 for float64, else float32."""
         wide = torch.promote_types(dtype, torch.float32)
-        # A compiled graph computes its own; a cached tensor would be none of it.
-        frequencies = Rope.frequencies if torch.compiler.is_compiling() else _frequencies
-        angle_BTP = position_BT.to(wide)[..., None] * frequencies(self, position_BT.device, wide)
+        angle_BTP = position_BT.to(wide)[..., None] * self.frequencies(position_BT.device, wide)
         return Angles(angle_BTP.cos(), angle_BTP.sin())
 
     def at(self, span: Span, dtype: torch.dtype) -> Angles:
@@ -125,10 +122,3 @@ class Rope:
 
         low, high = max(math.floor(pair(self.beta_fast)), 0), min(math.ceil(pair(self.beta_slow)), self.channels - 1)
         return low, max(high, low + 1)
-
-
-@functools.lru_cache(maxsize=256)
-def _frequencies(rope: Rope, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the frequencies of a rotation, made once for all calls instead of for every token."""
-    with torch.inference_mode(False):
-        return rope.frequencies(device, dtype)
