@@ -147,14 +147,6 @@ def _hook() -> Launcher | None:
     return _instead.get(threading.get_ident()) if _instead else None
 
 
-def compiled(kernel: Any, args: tuple, options: dict[str, Any]) -> Any:
-    """Return the kernel that Triton compiles for a launch, loaded: `n_regs` and `n_spills` count its registers."""
-    with device_of(args):
-        built = kernel.warmup(*args, grid=(1,), **options)
-        _ = built.run  # loads it, which fails for too much shared memory
-    return built
-
-
 def device_of(args: tuple) -> contextlib.AbstractContextManager[object]:
     """Return a context in which the device of the tensors is the current one."""
     device = next((x.device for x in args if isinstance(x, Tensor)), None)

@@ -1,8 +1,8 @@
 """The tile of a kernel: on a GPU, the fastest of a few candidates, timed once and kept on disk.
 
 The first candidate follows from arithmetic. It is taken without a GPU, in Triton's interpreter, and by calls with fewer
-programs than a GPU has multiprocessors. The first larger call of each kind builds all candidates, times those that
-spill no more registers than the first, and keeps the choice in Triton's cache folder. All later calls and processes
+programs than a GPU has multiprocessors. The first larger call of each kind times all candidates that
+can be built, and keeps the choice in Triton's cache folder. All later calls and processes
 take it, so that they compute the same bits. If several processes time at once, the first to finish decides for all.
 """
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .device import triton_version
-from .launch import building, compiled, device_of, launch, launching, missing
+from .launch import building, device_of, launch, missing
 
 PROCESSORS = 132  # multiprocessors of an H100
 GAIN = 0.97  # largest share of the first candidate's time that is worth another tile
@@ -86,8 +86,11 @@ def describe() -> list[str]:
 
 
 def milliseconds(run: Callable[[], None]) -> float:
-    """Return the median time of a launch, after one that is not timed."""
-    run()
+    """Return the median time of a launch, after one that is not timed; infinity if its kernel cannot be built."""
+    try:
+        run()
+    except Exception:  # Triton's own, for a tile that needs more than the GPU has; the launch of the choice raises it
+        return math.inf
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(ROUNDS)]
     for start, end in events:
         torch.cuda._sleep(PAUSE)
@@ -98,22 +101,9 @@ def milliseconds(run: Callable[[], None]) -> float:
     return statistics.median(start.elapsed_time(end) for start, end in events)
 
 
-def spills(run: Callable[[], None]) -> float:
-    """Return the registers that a launch's kernel spills to memory, or infinity if it cannot be built."""
-    built: list[Any] = []
-    try:
-        with launching(lambda kernel, _, args, options: built.append(compiled(kernel, args, options))):
-            run()
-    except Exception:  # Triton's own, for a tile that needs more than the GPU has; a launch raises it
-        return math.inf
-    return built[0].n_spills
-
-
 def _time(path: Path, call: str, runs: list[Callable[[], None]]) -> int:
     """Return the place of the fastest run, and write it to the file; where another process was first, its place."""
-    spilled = [spills(run) for run in runs]
-    fit = [number < math.inf and number <= spilled[0] for number in spilled]
-    times = [milliseconds(run) if fits else math.inf for run, fits in zip(runs, fit, strict=True)]
+    times = [milliseconds(run) for run in runs]
     best = times.index(min(times))
     place = best if times[best] < GAIN * times[0] else 0
     sentence = f"{call}: number {place + 1} is taken, after {', '.join(f'{time:.3f}' for time in times)} ms"

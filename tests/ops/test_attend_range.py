@@ -8,7 +8,7 @@ from oracles import naive_range
 
 from gsm_kernels import attend_range, listening, using
 from gsm_kernels.attend_range import sdpa, xformers
-from gsm_kernels.attend_range.inputs import Inputs
+from gsm_kernels.attend_range.reference import Inputs
 from gsm_kernels.slots import visible
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gsm_kernels import attend_range, listening, using
-from gsm_kernels.attend_range.inputs import Inputs
+from gsm_kernels.attend_range.reference import Inputs
 from gsm_kernels.cpu import attend_range as numba
 from gsm_kernels.cpu import native
 

@@ -17,7 +17,7 @@ from gsm.layers.grouped_linear import _unfit_for_grouped_mm
 from gsm.layers.operations import OPS
 from gsm_kernels import using
 from gsm_kernels.attend_range import xformers
-from gsm_kernels.attend_range.inputs import Inputs as Ranges
+from gsm_kernels.attend_range.reference import Inputs as Ranges
 from gsm_kernels.cpu import native
 from gsm_kernels.device import unfit_for_package
 from gsm_kernels.rms_norm.triton import WIDEST

@@ -18,7 +18,7 @@ MANY = tiles.PROCESSORS
 
 @pytest.fixture
 def timed(monkeypatch, tmp_path):
-    """The candidates that are timed, in order. A candidate is a pair: its milliseconds and the registers it spills."""
+    """The candidates that are timed, in order. A candidate is a pair: its milliseconds and a number."""
     seen = []
 
     def milliseconds(run):
@@ -29,7 +29,6 @@ def timed(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(tiles, "folder", lambda: tmp_path)
     monkeypatch.setattr(tiles, "milliseconds", milliseconds)
-    monkeypatch.setattr(tiles, "spills", lambda run: run.args[0][1])
     monkeypatch.setattr(tiles, "_choices", {})
     return seen
 
@@ -52,13 +51,11 @@ def test_the_fastest_is_timed_once_and_kept_for_the_next_process(timed, tmp_path
 @pytest.mark.parametrize(
     ("candidates", "taken", "number"),
     [
-        (((2.0, 0), (1.0, 8)), (2.0, 0), 1),
-        (((2.0, 8), (1.0, 8)), (1.0, 8), 2),
-        (((2.0, 0), (1.0, math.inf)), (2.0, 0), 1),
-        (((2.0, math.inf), (1.0, 8)), (1.0, 8), 1),
+        (((2.0, 0), (math.inf, 0)), (2.0, 0), 2),
+        (((math.inf, 0), (1.0, 0)), (1.0, 0), 2),
         (((2.0, 0), (1.99, 0)), (2.0, 0), 2),
     ],
-    ids=["spills more", "spills as much", "cannot be built", "the first cannot be built", "hardly faster"],
+    ids=["cannot be built", "the first cannot be built", "hardly faster"],
 )
 def test_what_is_timed_and_taken(timed, candidates, taken, number):
     assert choose(timed, *candidates) == taken and len(timed) == number
@@ -120,21 +117,17 @@ def test_the_choices_are_told_with_their_times(timed, monkeypatch):
     monkeypatch.setattr(tiles, "missing", lambda: None)
     monkeypatch.setattr(tiles, "triton_version", lambda: "3.7.1")
     assert "none is timed yet" in tiles.describe()[0]
-    choose(timed, SLOW, FAST, (1.0, 8))
+    choose(timed, SLOW, FAST, (math.inf, 0))
     (sentence,) = tiles.describe()
     assert sentence.startswith("toy on a GPU, Triton 3.7.1, torch.bfloat16, (64,), ((2.0, 0), ")
     assert sentence.endswith(": number 2 is taken, after 2.000, 1.000, inf ms")
 
 
-def test_the_registers_that_a_kernel_spills_are_counted_before_it_runs(monkeypatch):
-    def build(kernel, args, options):
-        if kernel == "broken":
-            raise RuntimeError("too little shared memory")
-        return SimpleNamespace(n_spills=len(args))
+def test_a_tile_that_cannot_be_built_takes_for_ever():
+    def run():
+        raise RuntimeError("too little shared memory")
 
-    monkeypatch.setattr(tiles, "compiled", build)
-    assert tiles.spills(lambda: launch.launch("forward", (1,), 1, 2)) == 2
-    assert tiles.spills(lambda: launch.launch("broken", (1,))) == math.inf
+    assert tiles.milliseconds(run) == math.inf
 
 
 SIZES = {"heads": 16, "channels": 32, "rows": 5, "entries": 90, "width": 70}

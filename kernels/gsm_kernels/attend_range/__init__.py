@@ -31,7 +31,7 @@ al. 2023; sliding windows as in Beltagy et al. 2020.
 
 from ..dispatch import Impl, Op
 from . import reference, sdpa, xformers
-from .inputs import Inputs, check
+from .reference import Inputs, check
 
 attend_range = Op(
     "attend_range",

@@ -21,7 +21,7 @@ from ..device import at_least_float32, scratch_elements
 from ..joint import Cut, cut, pad_rows, window_blocks
 from ..rows import slices
 from ..slots import visible
-from .inputs import Inputs
+from .reference import Inputs
 
 
 def refuses(inputs: Inputs) -> str | None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..device import absent, unfit_for_package
-from .inputs import Inputs
+from .reference import Inputs
 
 
 def missing() -> str | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..attend_range import attend_range as operation
-from ..attend_range.inputs import Inputs
+from ..attend_range.reference import Inputs
 from ..device import in_dtype
 from ..dispatch import Impl
 from ..inputs import learns

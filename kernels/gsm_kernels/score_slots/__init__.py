@@ -21,7 +21,7 @@ Source: the score of DeepSeek-V3.2's lightning indexer.
 from ..dispatch import Impl, Op
 from ..launch import missing
 from . import reference, triton
-from .inputs import Inputs, check
+from .reference import Inputs, check
 
 score_slots = Op(
     "score_slots",

@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..device import at_least_float32, full_precision, once, scratch_elements
-from ..indexer import Fired, fire
+from ..indexer import Fired, Indexer, fire
 from ..rows import slices
-from .inputs import Inputs
+from ..shapes import agree
+
+
+class Inputs(NamedTuple):
+    """The parameters of `gsm_kernels.score_slots`, described there."""
+
+    query_BRJI: Tensor
+    weight_BRJ: Tensor
+    key_BFI: Tensor
+    index_BRK: Tensor
+
+    @property
+    def indexer(self) -> Indexer:
+        """The inputs of the scores; they get a gradient."""
+        return Indexer(*self[:3])
+
+
+def check(inputs: Inputs) -> None:
+    """Raise ValueError, in one sentence, if a letter has two sizes."""
+    agree("score_slots", inputs)
 
 
 def score_slots(inputs: Inputs) -> Tensor:

@@ -18,7 +18,7 @@ from ..launch import cdiv, power_of_two
 from ..register import register
 from ..rows import Rows, lines_of, row_chunks
 from ..tiles import Tile, launch_fastest
-from .inputs import Inputs
+from .reference import Inputs
 
 # The gradient multiplies with a transposed left operand in registers. Compilers have got that wrong with 64 rows, which
 # wgmma takes (fla-org/flash-linear-attention#640).
