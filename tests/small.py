@@ -79,7 +79,7 @@ def comparators() -> list[str]:
 def comparator(name: str, geometry: Geometry, **options) -> LanguageModel:
     """The model of a yaml, with the choices in its list of defaults, for a geometry; its queries are not matched, which
     would take most of the time."""
-    options.setdefault("query_rank", geometry.query_rank)
+    options = {"query_rank": geometry.query_rank, "recompute": False, **options}
     node: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "configs" / "model" / f"{name}.yaml"))
     for choice in node.pop("defaults"):
         for place, chosen in choice.items() if isinstance(choice, dict) else ():

@@ -31,6 +31,22 @@ def test_chunks_answer_as_one_forward_does(case: str, chunk: int):
     assert right == {"quantity": "answered", "value": 3, "weight": 4}
 
 
+def test_an_answer_of_two_tokens_is_right_if_both_are():
+    model, token_1T = small.build("gsm"), small.random_tokens(1, LONG)
+    target_T = model(token_1T).logits[0].argmax(-1)
+    target_T[:31] = IGNORED
+    target_T[34] = (target_T[34] + 1) % model.vocabulary  # the first token of the second of three answers
+    right, *_ = answered(model, {"tokens": token_1T[0], "targets": target_T}, 4, answer_tokens=2)
+    assert right == {"quantity": "answered", "value": 2, "weight": 3}
+
+
+def test_a_model_answers_a_variant_of_its_task_and_long_lengths_have_fewer_sequences(tmp_path: Path):
+    words = ["answers=96,384", "sequences=3", "tokens=400", "task.pairs=4", "task.asked=1", "device=cpu"]
+    (result,) = commands.parse(["checkpoint=needle_gsm", *words, f"output={tmp_path}"]).evaluate()
+    asked = result.where(quantity="answered")
+    assert [(record["length"], record["weight"]) for record in asked] == [(96, 1)] * 3 + [(384, 1)]
+
+
 def test_the_decoder_of_gsm_keeps_its_state_alone_and_the_baseline_a_bank_that_grows():
     def kept(case: str, length: int) -> int:
         sequence = {"tokens": small.random_tokens(1, length)[0], "targets": torch.zeros(length, dtype=torch.long)}
@@ -70,8 +86,15 @@ def test_more_sequences_are_asked_than_the_validation_of_the_run_has(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("words", "key"), [("checkpoint=nano answers=96", "answers"), ("answers=", "answers"), ("answers=40", "context")]
+    ("words", "key"),
+    [
+        ("checkpoint=nano answers=96", "answers"),
+        ("answers=", "answers"),
+        ("answers=40", "context"),
+        ("answers=96 task.pear=1", "pear"),
+        ("answers=96 task.pairs=99", "pairs"),
+    ],
 )
-def test_a_length_without_room_and_a_model_of_text_are_refused(words: str, key: str):
+def test_a_length_or_a_task_without_room_and_a_model_of_text_are_refused(words: str, key: str):
     with pytest.raises(ConfigError, match=key):
         commands.parse(["checkpoint=needle_gsm", *words.split()]).evaluate()

@@ -22,7 +22,7 @@ from gsm.data.groups import group
 from gsm.data.ingredients import Haystack, Ingredients, open_haystack, open_keys
 from gsm.data.mad import FuzzyRecall, InContextRecall, SelectiveCopy
 from gsm.data.module import TextData
-from gsm.data.recall import MultiQueryRecall, Needle, Paraphrase
+from gsm.data.recall import Chain, MultiQueryRecall, Needle, Paraphrase
 from gsm.data.ruler import Questions
 from gsm.data.state_tracking import StateTracking
 from gsm.data.synthetic import SyntheticData
@@ -116,6 +116,10 @@ VALUES: list[tuple[str, Callable[[], object]]] = [
     ("tokenizer", lambda: Tokenizer.from_state({"kind": "bpe", "json": '{"model":'})),
     ("gap", partial(Needle, gap=-1)),
     ("pairs", partial(Needle, gap=1, keys=3, pairs=4)),
+    ("asked", partial(Needle, gap=1, asked=0)),
+    ("asked", partial(Needle, gap=1, pairs=4, asked=5)),
+    ("hops", partial(Chain, gap=1, pairs=10, hops=3)),
+    ("hops", partial(Chain, gap=1, hops=0)),
     ("names", partial(Paraphrase, gap=1, names=5)),
     ("pairs", partial(Paraphrase, gap=1, names=8)),
     ("literal", partial(Paraphrase, gap=1, names=2, literal=1.5)),

@@ -11,7 +11,7 @@ import torch
 
 from gsm.analysis.needles import ask
 from gsm.config.compose import compose
-from gsm.data.recall import MultiQueryRecall, Needle, Paraphrase, Task
+from gsm.data.recall import Chain, MultiQueryRecall, Needle, Paraphrase, Task
 from gsm.data.synthetic import HELD_OUT, Generated, SyntheticData
 from gsm.evaluation import questions
 from gsm.training.run import train
@@ -60,6 +60,35 @@ def test_the_gap_lies_between_every_needle_and_every_question(task):
         first_question = np.flatnonzero(target_T != -100)[0]
         last_value = max(needle + 1 for needle, _ in places(task.meaning(token_T), task).values())
         assert first_question - last_value > task.gap
+
+
+def test_needles_that_nobody_asks_for_distract_and_the_rest_is_as_before():
+    task = replace(NEEDLE, asked=1)
+    for token_T, target_T in sequences(task, 64):
+        (row,) = np.flatnonzero(target_T != -100)
+        found = places(token_T, task)
+        asked = int(token_T[row])
+        assert row == 62 and len(found) == 4 and sorted(map(len, found.values())) == [1, 1, 1, 2]
+        assert token_T[found[asked][0] + 1] == token_T[63] == target_T[row]
+    assert replace(NEEDLE, asked=4).least == NEEDLE.least == 16 and task.least == 10
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_a_chain_leads_from_its_question_to_its_answer_and_steps_are_written(steps: bool):
+    task = Chain(keys=12, values=9, fillers=5, pairs=6, hops=3, gap=20, steps=steps)
+    for token_T, target_T in sequences(task, 64):
+        asked = np.flatnonzero(target_T != -100).reshape(2, task.answer_tokens)[:, 0]
+        rest, value_of = token_T[: asked[0]].tolist(), dict[int, int]()
+        while rest:
+            if (token := rest.pop(0)) < task.keys:
+                value_of[token] = rest.pop(0)
+        for row in asked:
+            way = [int(token_T[row])]
+            while way[-1] < task.keys:
+                way.append(value_of[way[-1]])
+            answer = target_T[row : row + task.answer_tokens].tolist()
+            assert len(way) == 4 and answer == (way[1:] if steps else way[-1:])
+            assert token_T[row + 1 : row + 1 + len(answer)].tolist() == answer
 
 
 def name_pairs(task: Paraphrase, count: int = 200) -> list[list[tuple[int, int]]]:

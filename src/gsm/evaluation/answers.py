@@ -45,6 +45,7 @@ class Answers(Measure):
     Args:
         answers: tokens of a sequence: 96,1536,24576
         sequences: number of sequences of each length
+        tokens: number of tokens of each length at most, in whole sequences, and one at least; 0: any number
         task: what the task has otherwise than in training: task.pairs=1 task.asked=1
         yarn: scale positions by length / trained context; false: as in training
         chunk: tokens read at a time
@@ -54,12 +55,14 @@ class Answers(Measure):
 
     answers: Sequence[int] = ()
     sequences: int = 16
+    tokens: int = 0
     task: Mapping[str, int] = field(default_factory=dict)
     yarn: bool = True
     chunk: int = 1024
 
     def __post_init__(self) -> None:
         within(1, sequences=self.sequences, chunk=self.chunk)
+        within(0, tokens=self.tokens)
         if not self.answers:
             raise ConfigError("answers must name at least one length, such as answers=96,1536")
 
@@ -88,10 +91,16 @@ class Answers(Measure):
             sequence = Generated(task, UNSEEN[data.held_out], lambda _: length)[part["sequence"]]
             return answered(models[length], sequence, self.chunk, getattr(task, "answer_tokens", 1))
 
-        parts = [{"length": length, "sequence": number} for length in self.answers for number in range(self.sequences)]
+        parts = [
+            {"length": length, "sequence": number} for length in self.answers for number in range(self.count(length))
+        ]
         with trained.computing():
             measured.fill(parts, compute, trained.progress("sequences"))
         return measured
+
+    def count(self, length: int) -> int:
+        """Return the number of sequences of a length."""
+        return min(self.sequences, max(1, self.tokens // length)) if self.tokens else self.sequences
 
     def stretched(self, trained: Trained, length: int) -> LanguageModel:
         """Return the model with YaRN's factor for a length, or as it was trained where that is no longer."""
@@ -115,9 +124,10 @@ class Answers(Measure):
 
     def notes(self, arms: Arms) -> list[str]:
         """Return a sentence."""
+        numbers = ", ".join(f"{self.count(length)} of {length:,} tokens" for length in self.answers)
         return [
-            f"{self.sequences} sequences of each length; answered: share of questions whose most likely tokens are the "
-            "answer; of several seeds, mean +- standard deviation"
+            f"sequences: {numbers}; answered: share of questions whose most likely tokens are the answer; of several "
+            "seeds, mean +- standard deviation"
         ]
 
     def picture(self, arms: Arms) -> bytes:
