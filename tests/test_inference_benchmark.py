@@ -176,7 +176,7 @@ def test_gsm_is_compared_with_the_others(tmp_path):
     write_json(tmp_path / "a.json", {**rows[0], "command": "x", "rows": {str(n): row for n, row in enumerate(rows)}})
     inference.run(results=str(tmp_path / "a.json"))
     assert text in (tmp_path / "a.md").read_text()
-    assert "| 1.000 | 3 | not known |" in (tmp_path / "a.md").read_text(), "of the memory, the decoder's part in KiB"
+    assert "| 1.000 | 3.0 | not known |" in (tmp_path / "a.md").read_text(), "of the memory, the decoder's part in KiB"
     pytest.importorskip("matplotlib")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 

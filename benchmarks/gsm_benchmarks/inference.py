@@ -436,7 +436,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     if decode is not None:
         cells[5:8] = f"{decode['tokens_per_second']:,.1f}", _ms(decode["ms"]), f"{decode['share_of_floor']:.1%}"
         cells[8] = f"{row['cache']['bytes'] / 2**20:.3f}"
-        cells[9] = f"{of_decoder(row['cache']['parts']) / 2**10:,.4g}"
+        cells[9] = f"{of_decoder(row['cache']['parts']) / 2**10:,.1f}"
     return tuple(cells)
 
 
