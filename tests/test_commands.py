@@ -35,7 +35,7 @@ ALONE = (
     "python train.py trainer=ddp trainer.devices=2",
 )
 SAID = {"ruler=true": "ruler.lengths", "tasks=paper": "tasks"}  # in the one sentence of what cannot run here
-LONG = ("size=1p5b", "benchmark.size=1p5b", "benchmark=inference")  # takes a GPU, or half an hour
+LONG = ("size=1p5b", "benchmark.size=1p5b", "benchmark=inference", "benchmark=paper")  # takes a GPU, or half an hour
 SMALL = {
     **{"size=tiny": "size=pico", "max_steps=1000": "max_steps=2", "/path/to/texts": "texts"},
     **{"lengths=256:1024": "lengths=96:192", "ruler.lengths=160,256": "ruler.lengths=256"},

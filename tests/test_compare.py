@@ -378,6 +378,18 @@ def test_a_curve_is_the_mean_of_what_all_seeds_have_in_a_band(float64: None):
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "loss")
 
 
+@pytest.mark.parametrize("values", [(0.12, 700.0), (3.1, 4.9), (2.05, 2.06), (21.0, 24.0), (1.5, 3.0)])
+def test_a_logarithmic_axis_has_numbers_also_below_a_decade(values: tuple[float, float]):
+    pytest.importorskip("matplotlib")
+    figure = plots.quantities({"seconds": {"a": [dict(zip((96, 384), values, strict=True))]}})
+    plots.pixels(figure)
+    (axes,) = figure.axes
+    low, high = axes.get_ylim()
+    words = [tick.label1.get_text() for tick in axes.yaxis.get_major_ticks() if low <= float(tick.get_loc()) <= high]
+    numbers = [float(word.replace(",", "")) for word in words]
+    assert axes.get_yscale() == "log" and len(numbers) > 1 and numbers == sorted(set(numbers))
+
+
 def test_metrics_are_read_without_what_was_garbled(tmp_path: Path):
     file = tmp_path / "metrics.jsonl"
     assert read_metrics(file) == {}

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import gsm.layers.search as search
 from gsm.config.load import build_model
-from gsm.costs.model import cost, paper_decode
+from gsm.costs.model import cost, paper_cache, paper_decode
 from gsm.layers.costs import ProductCost
 from gsm.models.base import LanguageModel
 from gsm.models.baseline import Baseline
@@ -197,7 +197,7 @@ def test_the_state_of_the_large_model_stays_small():
     assert not any(kind.startswith("decoder") for kind in long)
 
 
-def test_the_paper_estimates_the_attention_of_a_decoder():
+def test_equations_1_and_2_are_the_attention_of_a_decoder():
     for name in ("gsm-writer=additive", "baseline-pool"):
         model = model_of(name)
         assert isinstance(model, GSM | Baseline)
@@ -207,18 +207,35 @@ def test_the_paper_estimates_the_attention_of_a_decoder():
         assert parts["decoder/attention"] / 4 + scores / 2 == paper_decode(model, 1000)
 
 
+@pytest.mark.parametrize("case", ["gsm-writer=additive", "baseline-pool", "baseline"])
+@torch.no_grad()
+def test_equations_3_and_4_are_the_bytes_that_a_decoder_keeps(case: str):
+    """After a prompt and some tokens: windows are full, and the bank has an entry for every token."""
+    model = model_of(case).eval()
+    assert isinstance(model, GSM | Baseline)
+    memory = model.prefill(random_tokens(1, 40), model.start(1)).memory
+    for tokens in (41, 42):
+        memory = model(random_tokens(1, 1), memory=memory).memory
+        assert memory is not None
+        parts = memory.breakdown()
+        kept = sum(parts.get(kind, 0) for kind in ("shared_state", "decoder_window", "decoder_bank"))
+        assert kept == paper_cache(model, tokens, torch.float64)
+
+
 @pytest.mark.parametrize("tokens", [1 << 16, 1 << 20])
 def test_at_long_lengths_the_leading_terms_equal_the_paper_s(tokens: int):
-    """For a baseline with a pool these are N d_I operations; GSM has none."""
+    """For a baseline with a pool these are N d_I operations and N d_KV of entries; GSM has none."""
     model = large("baseline", "model.candidate_pool=true")
     assert isinstance(model, Baseline)
     exact, before, shape = cost(model), tokens // 2, model.geometry
     searching = exact.decode_flops(tokens)["decoder/index scores"] - exact.decode_flops(before)["decoder/index scores"]
     estimated = paper_decode(model, tokens) - paper_decode(model, before)
     assert searching / 2 / estimated == pytest.approx(1 + 1 / shape.index_dim, rel=0.001), "J more for the sum of heads"
+    grown = exact.cache_bytes(tokens)["decoder_bank"] - exact.cache_bytes(before)["decoder_bank"]
+    assert grown == paper_cache(model, tokens) - paper_cache(model, before)
     state = large("gsm")
     assert isinstance(state, GSM)
-    assert paper_decode(state, tokens) == paper_decode(state, 1)
+    assert paper_decode(state, tokens) == paper_decode(state, 1) and paper_cache(state, tokens) == paper_cache(state, 1)
 
 
 def test_a_pruned_prefill_has_the_rows_of_the_paper():

@@ -163,7 +163,7 @@ def request(model: str, tokens: int, prefill: float, decode: float, **others: An
     facts = {"device": "a CPU", "threads": 1, "versions": {"torch": "2"}, "sources": "s", "commit": "c"}
     about = {"model": model, "tokens": tokens, "kind": "read", "protocol": vars(PROTOCOL), "turn": "a"}
     ran = {"runs": {"warm_up": 0, "runs": 1}, "text": "t", "ceilings": ROOF._asdict(), "peak_gib": None}
-    return {**facts, **about, **ran, **times, "cache": {"bytes": 1 << 20}, **others}
+    return {**facts, **about, **ran, **times, "cache": {"bytes": 1 << 20, "parts": {"decoder_bank": 3 << 10}}, **others}
 
 
 def test_gsm_is_compared_with_the_others(tmp_path):
@@ -176,6 +176,7 @@ def test_gsm_is_compared_with_the_others(tmp_path):
     write_json(tmp_path / "a.json", {**rows[0], "command": "x", "rows": {str(n): row for n, row in enumerate(rows)}})
     inference.run(results=str(tmp_path / "a.json"))
     assert text in (tmp_path / "a.md").read_text()
+    assert "| 1.000 | 3.0 | not known |" in (tmp_path / "a.md").read_text(), "of the memory, the decoder's part in KiB"
     pytest.importorskip("matplotlib")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 

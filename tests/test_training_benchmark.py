@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hydra.utils import get_method
 from omegaconf import OmegaConf
+from ranks import together
 
 from gsm.config.load import build_model
 from gsm.costs.model import cost
+from gsm.evaluation.divided import join
 from gsm.paths import ROOT
 from gsm_benchmarks import timing, training
 from gsm_benchmarks.models import Model
 from gsm_benchmarks.results import read
 
 QUICK = {"device": "cpu", "size": "pico", "batch_size": 1, "context": 24, "warm_up": 0, "steps": 1}
+
+JOB = training.Job(Model("gsm", "gsm"), "pico", False, 1, 24, 0, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +45,31 @@ def test_recomputation_is_the_same_for_all_and_no_work(tmp_path):
     speeds = [row["tokens_per_second"] for row in rows.values()]
     assert f"| {speeds[0] / speeds[1]:.3f} |" in output.with_suffix(".md").read_text()
     assert all(row["peak_gib"] is None for row in rows.values())  # in one process they would not be comparable
+
+
+def measured(folder: Path) -> None:
+    """In one process of several: a step of the job alone, then the benchmark."""
+    timing.ceilings = lambda device: timing.Ceilings(1e12, 1e11, "float32")
+    ranks = join()
+    job = replace(JOB, ranks=ranks)
+    model = job.build()
+    training.step_of(model, job, torch.device("cpu"), half=False)()
+    torch.save(model.state_dict(), folder / f"{ranks.rank}.pt")
+    with (folder / f"printed-{ranks.rank}").open("w") as output, contextlib.redirect_stdout(output):
+        training.run(**QUICK, models=["gsm"], output=str(folder / "a.json"))
+
+
+def test_devices_train_together_and_one_of_them_writes(processes: Any, tmp_path: Path):
+    assert together(processes, 2, measured, tmp_path) == [0, 0]
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    model = JOB.build()
+    training.step_of(model, JOB, torch.device("cpu"), half=False)()
+    assert all(torch.equal(first[name], second[name]) for name in first), "one gradient, of other tokens on each"
+    assert not all(torch.equal(first[name], alone) for name, alone in model.state_dict().items())
+    ((name, row),) = read(tmp_path / "a.json")["rows"].items()
+    assert name == "gsm pico, 1 x 24, on 2 devices" and row["devices"] == 2
+    assert row["tokens_per_second"] == pytest.approx(2 * 24e3 / row["ms"]["median"])
+    assert name in (tmp_path / "printed-0").read_text() and not (tmp_path / "printed-1").read_text()
 
 
 def test_recomputation_reaches_every_model():

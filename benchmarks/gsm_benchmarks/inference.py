@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gsm.cache.memory import of_decoder
 from gsm.costs.model import cost
 from gsm.costs.room import needs, refusal
 from gsm.data.module import TextData
@@ -47,7 +48,7 @@ WIDTHS = ("float32", "bfloat16", "float16", "float64")
 STDLIB, RANDOM = "stdlib", "random"
 HEAD = (
     "request", "prefill, tokens/s", "ms (quartiles)", "of a product's rate", "of the floor", "decode, tokens/s",
-    "ms a token (quartiles)", "of the floor", "cache, MiB", "peak GiB",
+    "ms a token (quartiles)", "of the floor", "cache, MiB", "of it the decoder's, KiB", "peak GiB",
 )  # fmt: skip
 AGAINST = (
     "against", "tokens", "prefill, x as fast", "by processor time", "by FLOPs", "decode, x as fast",
@@ -58,8 +59,9 @@ AGAINST = (
 @dataclass(frozen=True)
 class Protocol:
     """The way of measuring: size of the models, requests at once, tokens of a prompt that are read at a time, tokens
-    that follow it, runs that are not timed and that are, seconds after which a case gets no further run, type of the
-    weights, and the text."""
+    that follow it, runs that are not timed and that are, seconds after which a case gets no further run (None: never),
+    type of the weights, and the text.
+    """
 
     size: str
     batch: int
@@ -67,7 +69,7 @@ class Protocol:
     steps: int
     warm_up: int
     runs: int
-    seconds: float
+    seconds: float | None
     dtype: str
     text: str
 
@@ -94,7 +96,7 @@ def run(
     steps: int = 64,
     warm_up: int = 2,
     runs: int = 3,
-    seconds: float = 120.0,
+    seconds: float | None = 120.0,
     dtype: str | None = None,
     text: str = STDLIB,
     **asked: Any,
@@ -260,7 +262,8 @@ class Request:
 
     def run(self, timed: bool) -> None:
         """Run once, unless the time of the case is over and it has been timed."""
-        if self.spent > self.served.protocol.seconds and (self.times or not timed):
+        limit = self.served.protocol.seconds
+        if limit is not None and self.spent > limit and (self.times or not timed):
             return
         start = time.monotonic()
         with watching(self.served.device) as peak, torch.no_grad():
@@ -426,13 +429,14 @@ def _cells(row: Row) -> tuple[str, ...]:
     runs, prefill, decode = row["runs"], row.get("prefill"), row.get("decode")
     if runs != {key: row["protocol"][key] for key in runs}:
         name = f"{name} ({runs['warm_up']} + {runs['runs']} runs)"
-    cells = [name, *[""] * 8, "not known" if row["peak_gib"] is None else f"{row['peak_gib']:.2f}"]
+    cells = [name, *[""] * 9, "not known" if row["peak_gib"] is None else f"{row['peak_gib']:.2f}"]
     if prefill is not None:
         cells[1:3] = f"{prefill['tokens_per_second']:,.0f}", _ms(prefill["ms"])
         cells[3:5] = f"{prefill['share_of_product']:.1%}", f"{prefill['share_of_floor']:.1%}"
     if decode is not None:
         cells[5:8] = f"{decode['tokens_per_second']:,.1f}", _ms(decode["ms"]), f"{decode['share_of_floor']:.1%}"
         cells[8] = f"{row['cache']['bytes'] / 2**20:.3f}"
+        cells[9] = f"{of_decoder(row['cache']['parts']) / 2**10:,.1f}"
     return tuple(cells)
 
 

@@ -44,12 +44,10 @@ def panels(title: str, points: Mapping[str, Mapping[str, Sequence[tuple[int, flo
 
 def _scale(axes: Axes, ticks: list[int]) -> None:
     """Logarithms on both axes; a few of the lengths as ticks."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     axes.set(xscale="log", yscale="log")
     axes.xaxis.set_major_locator(FixedLocator(ticks[:: -(-len(ticks) // 5)]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: length_text(round(tokens))))
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    plots.plain_numbers(axes.yaxis)

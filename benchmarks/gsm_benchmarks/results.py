@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gsm.evaluation.divided import Ranks
 from gsm.files import write_json
 from gsm.paths import ROOT
 from gsm.tables import grid_markdown
@@ -69,19 +70,32 @@ class Results:
                 print(f"{name}: measured already")
         return sorted(wanted, key=lambda name: bool(self.rows.get(name, {}).get("failed")))
 
-    def fill(self, rows: Mapping[str, tuple[Row, Callable[[], Row]]], protocol: Row, *, show: Show) -> Path:
+    def fill(
+        self,
+        rows: Mapping[str, tuple[Row, Callable[[], Row]]],
+        protocol: Row,
+        *,
+        show: Show,
+        ranks: Ranks = Ranks(),  # noqa: B008  # it cannot change
+    ) -> Path:
         """Measure the rows that are missing, one after the other; return the file.
 
         Args:
             rows: of each row, by name, its constants, and the function that measures the rest.
             protocol: of all rows.
             show: called with the file at the end, also after an interruption.
+            ranks: that measure every row together; the first one says which, writes and shows.
 
         Raises:
-            Exception: the first that a measurement raised, once the other rows were measured.
+            Exception: the first that a measurement raised, once the other rows were measured. Of several ranks at once.
         """
+        left = ranks.of_first(lambda: self.left(rows, protocol))
+        if ranks.rank:
+            for name in left:
+                rows[name][1]()
+            return self.path
         with self.showing(show):
-            for name in self.left(rows, protocol):
+            for name in left:
                 about, measure = rows[name]
                 about = {**about, "protocol": protocol}
                 print(f"{name}: {', '.join(f'{key} {value}' for key, value in protocol.items())}", flush=True)
@@ -93,7 +107,8 @@ class Results:
     def measuring(self, rows: Mapping[str, Row]) -> Iterator[None]:
         """Inside the block, these rows are measured. An error makes each that is missing a failed row.
 
-        Raises RuntimeError where a GPU takes no more work from this process.
+        Raises RuntimeError where a GPU takes no more work from this process, and every error where other ranks measure
+        with this one: they have ended.
         """
         before = {name: self.rows.get(name) for name in rows}
         try:
@@ -105,6 +120,8 @@ class Results:
             for name, row in rows.items():
                 if self.rows.get(name) is before[name]:
                     self.add(name, {**row, "failed": sentence(error)})
+            if torch.distributed.is_initialized():
+                raise
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
 

@@ -1,5 +1,9 @@
-"""How fast models train on random tokens on one device: whole steps, from the forward pass to the optimiser's, without
-Lightning.
+"""How fast models train on random tokens: whole steps, from the forward pass to the optimiser's, without Lightning.
+
+Devices that torchrun has started train together, each with a process of its own, the whole model and its own sequences
+(DDP): a step is as long as that of the slowest, and memory that of the fullest.
+
+torchrun --nproc-per-node=8 benchmark.py benchmark=training benchmark.size=1p5b
 
 MFU is the share of the device's arithmetic that the model's own FLOPs (``gsm.costs.model``) take, recomputed
 activations left out: of the data sheet's rate, which makes it comparable with published numbers, and of the rate that
@@ -8,16 +12,20 @@ a large product reaches in the same run.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from gsm.config.load import instantiate
+from gsm.evaluation.divided import Ranks, join
 from gsm.layers.operations import OPS
 from gsm.models.base import LanguageModel
 from gsm.training.module import LanguageModeling
@@ -33,6 +41,8 @@ from .timing import now
 # FLOP/s in bfloat16 without sparsity. A name is missing here if its rate differs or was not looked up.
 DATA_SHEET = dict.fromkeys(["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H800"], 989e12)
 CLIP = 1.0
+PATIENCE = timedelta(minutes=5)  # how long a device waits for another's gradients
+ALONE = Ranks()
 HEAD = (
     "model", "tokens/s", "x baseline", "ms a step (quartiles)", "peak GiB", "TFLOP a step", "MFU",
     "of a product's rate",
@@ -41,8 +51,8 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Job:
-    """A training: a model of a size, whether activations are recomputed, sequences of a step, tokens of each, and the
-    numbers of steps that are not timed and that are."""
+    """A training: a model of a size, whether activations are recomputed, sequences of a step on each device, tokens of
+    each, the numbers of steps that are not timed and that are, and the devices that train together."""
 
     of: Model
     size: str
@@ -51,6 +61,7 @@ class Job:
     context: int
     warm_up: int
     steps: int
+    ranks: Ranks = ALONE
 
     def build(self, device: str | torch.device = "cpu") -> LanguageModel:
         """Return the model."""
@@ -89,35 +100,46 @@ def run(
     where = machine.chosen(how.device)
     chosen = read_models(models)
     size = one_size(chosen, size, "0p5b" if where.type == "cuda" else "nano")
-    file = how.open("training", where)
+    ranks = join()
+    file = ranks.of_first(lambda: how.open("training", where))
+    together = [f"on {ranks.world} devices"] if ranks.world > 1 else []
     marks = {"compiled": compile, "recomputed": recompute is True, "recomputed in part": recompute == "selective"}
     rows = {}
     for model in chosen:
         tokens = context or model.config(size)["data"]["context"]
-        row = ", ".join([f"{model.name} {size}", f"{batch_size} x {tokens}", *(mark for mark in marks if marks[mark])])
-        job = Job(model, size, recompute, batch_size, tokens, warm_up, steps)
+        how_trained = [*together, *(mark for mark in marks if marks[mark])]
+        row = ", ".join([f"{model.name} {size}", f"{batch_size} x {tokens}", *how_trained])
+        job = Job(model, size, recompute, batch_size, tokens, warm_up, steps, ranks)
         about = {"model": model.name, "size": size, "batch_size": batch_size, "context": tokens, "compiled": compile}
-        about["recompute"] = recompute
+        about |= {"recompute": recompute, "devices": ranks.world}
         rows[row], file.given[row] = (about, partial(measure, job, where, compile)), model.given
-    return file.fill(rows, {"warm_up": warm_up, "steps": steps}, show=_show)
+    path = file.fill(rows, {"warm_up": warm_up, "steps": steps}, show=_show, ranks=ranks)
+    if ranks.world > 1:
+        torch.distributed.destroy_process_group()
+    return path
 
 
 def measure(job: Job, device: torch.device, compile: bool = False) -> dict[str, Any]:
-    """Return the row of one model, as plain containers. Raises ValueError for a model without a known cost."""
+    """Return the row of one model, as plain containers; FLOPs and shares are those of one device.
+
+    Raises ValueError for a model without a known cost.
+    """
     roof = timing.ceilings(device)
     plain = known_cost(job.of, job.size, ("model.recompute=false",))  # recomputed activations do not count as work
     flops = job.batch * plain.training_flops(job.context).total()
     row = {"flops": flops, "kernels": explain(OPS), "ceilings": roof._asdict()}
     row |= {"parameters": sum(p.numel() for p in plain.model.parameters())}
-    laps = machine.in_memory(lambda: timed(job, device, compile))
+    every = range(job.ranks.world)
+    found = machine.in_memory(lambda: job.ranks.divided(every, lambda _: timed(job, device, compile)))
     machine.free()
-    if laps is None:
+    if found is None:
         return {**row, "failed": _refusal(job)}
-    times, peak = timing.spread(laps[0]), laps[1]
+    laps, peaks = zip(*found, strict=True)  # of every device
+    times, peak = timing.spread(map(max, zip(*laps, strict=True))), max(peak or 0 for peak in peaks)
     seconds, sheet = times.median / 1e3, DATA_SHEET.get(machine.name(device))
     shares = {"mfu": flops / seconds / sheet if sheet else None, "share_of_product": flops / seconds / roof.flops}
-    speed = job.batch * job.context / seconds
-    measured = {"tokens_per_second": speed, "ms": times._asdict(), "peak_gib": peak and peak / 2**30}
+    speed = job.ranks.world * job.batch * job.context / seconds
+    measured = {"tokens_per_second": speed, "ms": times._asdict(), "peak_gib": peak / 2**30 if peak else None}
     return {**row, **measured, **shares}
 
 
@@ -151,27 +173,40 @@ def step_of(model: LanguageModel, job: Job, device: torch.device, half: bool) ->
     """Return one step of training as ``LanguageModeling`` takes it: model and indexers clipped each by itself, experts
     rebalanced. It leaves out the learning rate's schedule, logs, and the search for numbers that are not finite.
     ``half``: in mixed precision."""
-    settings, batches = job.optimizer(), random_tokens(model.vocabulary, job.batch, job.context, device)
+    settings, ranks = job.optimizer(), job.ranks
+    batches = random_tokens(model.vocabulary, job.batch, job.context, device, seed=ranks.rank)
     task, optimizer = LanguageModeling(model, settings).to(device), settings.build(model.parameter_groups(), half=half)
+    forward: Callable[..., Any] = model
+    group = None
+    if ranks.world > 1:  # join() connects the hosts; gradients travel between the devices
+        group = torch.distributed.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
+        how = {"process_group": group, "broadcast_buffers": False, "gradient_as_bucket_view": True}  # of trainer=ddp
+        with warnings.catch_warnings():  # broadcast_buffers has a successor, newer than the oldest PyTorch that will do
+            warnings.simplefilter("ignore", FutureWarning)
+            forward = DistributedDataParallel(model, **how)
 
     def step() -> None:
         batch = next(batches)
         with torch.autocast(device.type, torch.bfloat16, enabled=half):
-            out = model(batch["tokens"], documents=batch["documents"], targets=batch["targets"])
+            out = forward(batch["tokens"], documents=batch["documents"], targets=batch["targets"])
             loss = torch.stack([out.loss, *out.losses.values()]).sum()
         loss.backward()
         task.clip(optimizer, CLIP)
         optimizer.step()
         if out.load_LE is not None:
+            if group is not None:
+                torch.distributed.all_reduce(out.load_LE, group=group)
             model.rebalance(out.load_LE)
         optimizer.zero_grad()
 
     return step
 
 
-def random_tokens(vocabulary: int, batch: int, context: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
+def random_tokens(
+    vocabulary: int, batch: int, context: int, device: torch.device, seed: int = 0
+) -> Iterator[dict[str, Tensor]]:
     """Yield batches of the project's form, without end."""
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(seed)
     while True:
         ids_BT = torch.randint(vocabulary, (batch, context + 1), generator=generator, device=device)
         tokens_BT, targets_BT = ids_BT[:, :-1], ids_BT[:, 1:]
@@ -198,6 +233,6 @@ def _cells(name: str, row: Row, baseline: Row | None) -> tuple[str, ...]:
 
 def alike(rows: Iterable[Row], row: Row) -> Row | None:
     """Return the row of the baseline that was trained in the same way."""
-    how = ("size", "batch_size", "context", "compiled", "recompute", "protocol")
+    how = ("size", "batch_size", "context", "compiled", "recompute", "devices", "protocol")
     same = (r for r in rows if mark(r) == mark(row) and all(r.get(key) == row.get(key) for key in how))
     return next((r for r in same if r["model"] == "baseline" and not r.get("failed")), None)

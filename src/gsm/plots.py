@@ -27,6 +27,7 @@ from gsm import paths
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -278,6 +279,7 @@ def lengths(
         highest = top.get(task) if isinstance(top, Mapping) else top
         if highest is None:
             axes.set_yscale("log")
+            plain_numbers(axes.yaxis)
         else:
             axes.set_ylim(-0.03 * highest, 1.03 * highest)
         for line in axes.get_lines():
@@ -340,8 +342,6 @@ def against(axes: Axes, arms: Mapping[str, tuple[Sequence[float], Sequence[float
         arms: by name, its seeds' values along x, all above 0, and along y.
         x, y: labels of the axes, with units.
     """
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
     names = named(arms)
     for (arm, (across, up)), style in zip(arms.items(), styles(arms).values(), strict=True):
         if across and up:
@@ -351,11 +351,21 @@ def against(axes: Axes, arms: Mapping[str, tuple[Sequence[float], Sequence[float
                 statistics.fmean(across), statistics.fmean(up), fmt=style.marker, label=names[arm], **bars, **how
             )
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    plain_numbers(axes.xaxis)
     axes.tick_params(axis="x", rotation=30)
     finish(axes, x, y, **_beside(names))
+
+
+def plain_numbers(axis: Axis) -> None:
+    """Give a logarithmic axis ticks at 1, 2 and 5 of every decade, written out: 20,000.
+
+    Where at most one of these is in view, matplotlib puts ticks at even distances.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _beside(names: Mapping[str, str]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ that a captured graph can be replayed on them: a call changes and returns the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
@@ -179,6 +179,11 @@ class Memory:
         """Return the bytes of all stores without bookkeeping."""
         return sum(size for kind, size in self.breakdown().items() if kind != "bookkeeping")
 
+    def decoder_bytes(self) -> int:
+        """Return the bytes of what belongs to the decoder: the shared state, or windows, banks and caches of its
+        layers; without the keys of indexers."""
+        return of_decoder(self.breakdown())
+
     def clone(self) -> Memory:
         """Return an independent copy, to fork a prefix and continue both."""
         return map_nodes(self, (Tensor,), torch.clone)
@@ -303,6 +308,11 @@ class Memory:
                 f"({other.batch}, {other.capacity})"
             )
         _overwrite(self, other, other.ledger)
+
+
+def of_decoder(sizes: Mapping[str, int]) -> int:
+    """Return the sum over the kinds of ``Memory.breakdown`` that belong to the decoder."""
+    return sum(size for kind, size in sizes.items() if kind.startswith(("decoder", "shared_state")))
 
 
 def no_last_token(batch: int, device: torch.device) -> dict[str, Any]:

@@ -276,9 +276,12 @@ def cost(model: LanguageModel) -> Cost:
 
 
 def paper_decode(model: GSM | Baseline, tokens: int) -> int:
-    """Return the paper's estimate of the decoder's attention for one token after T others (section 2.1).
+    """Return the paper's estimate of the attention of all decoder layers for one token, in multiply-adds.
 
-    baseline: T d_I + (Reindex layers) (slots in the pool) d_I + L_D (K + W) d, GSM: L_D M d; d_I = J I, d = H C.
+    Equation (1), baseline: N d_I + J P d_I + L_D (K + W) d. Equation (2), GSM: L_D M d. N is the number of tokens so
+    far, this one included; d_I is the width of an indexer times its heads, d that of an entry times the query heads, J
+    the number of Reindex layers, and P the slots of the size's candidate pool, which a baseline may be built without.
+    The paper has one multiply-add for an entry and a channel; logit and mixture take one each.
     """
     shape = model.geometry
     scoring, width = shape.index_heads * shape.index_dim, shape.heads * shape.entry_dim
@@ -286,6 +289,17 @@ def paper_decode(model: GSM | Baseline, tokens: int) -> int:
         return shape.decoder_layers * model.state_size * width
     searched = tokens + len(shape.decoder_reindex) * min(tokens, POOL_BLOCK * shape.candidate_blocks)
     return searched * scoring + shape.decoder_layers * (shape.top_k + shape.window) * width
+
+
+def paper_cache(model: GSM | Baseline, tokens: int, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Return the paper's estimate of the decoder's entries after ``tokens`` tokens (N), in bytes of ``dtype``.
+
+    Equation (3), baseline: (N + L_D W) d_KV. Equation (4), GSM: M d_KV. N is at least W and M; d_KV is the width of an
+    entry, which is both key and value. Neither counts what the encoder keeps, nor the keys of indexers.
+    """
+    shape = model.geometry
+    entries = model.state_size if isinstance(model, GSM) else tokens + shape.decoder_layers * shape.window
+    return entries * shape.entry_dim * dtype.itemsize
 
 
 def _chunks(tokens: int, chunk: int) -> Iterator[tuple[int, int, int]]:

@@ -180,11 +180,9 @@ def answered(
             right.append((out.logits[0].argmax(-1) == due_T)[due_T != IGNORED])
     assert memory is not None  # one was given
     right_Q = torch.cat(right).reshape(-1, answer_tokens).all(-1)
-    sizes = memory.breakdown()
-    of_decoder = sum(size for kind, size in sizes.items() if kind.startswith(("decoder", "shared_state")))
     return [
         {"quantity": "answered", "value": int(right_Q.sum()), "weight": len(right_Q)},
         {"quantity": "cache_bytes", "value": memory.cache_bytes(), "weight": 1},
-        {"quantity": "decoder_bytes", "value": of_decoder, "weight": 1},
+        {"quantity": "decoder_bytes", "value": memory.decoder_bytes(), "weight": 1},
         {"quantity": "seconds", "value": round(time.perf_counter() - start, 3), "weight": 1},
     ]

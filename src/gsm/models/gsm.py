@@ -209,8 +209,7 @@ class GSM(LanguageModel):
 
     def state_bytes(self, memory: Memory) -> int:
         """Return the bytes of the shared state and of the caches of the decoder's layers."""
-        sizes = memory.breakdown()
-        return sum(size for kind, size in sizes.items() if kind == "shared_state" or kind.startswith("decoder"))
+        return memory.decoder_bytes()
 
     def _norms(self, increments: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Return, in training, the mean norm of the sum of the increments up to each stage."""
