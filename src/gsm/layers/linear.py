@@ -105,7 +105,7 @@ def _grouped_product(x_NGI: Tensor, weight_GIO: Tensor) -> Tensor:
 
 def together(x: Tensor, *maps: Linear) -> tuple[Tensor, ...]:
     """Apply several maps to one input, [..., dim_in]. If their weights are ``side_by_side``, this is one product for a
-    single row without gradients.
+    single row without gradients and autocast.
 
     For more rows, each map would have a strided piece of the product, whose copies cost more than a product saves.
     """
