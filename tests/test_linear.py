@@ -5,12 +5,18 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from ranks import together as together_on_ranks
 from small import build
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gsm
@@ -23,6 +29,9 @@ class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = Linear(16, 8), Linear(16, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return concatenated(x, *self.one_input)
 
     @property
     def one_input(self) -> tuple[Linear, Linear]:
@@ -92,6 +101,54 @@ def test_the_joint_product_follows_its_weights() -> None:
     side_by_side(part)
     part.first.register_forward_hook(lambda *call: call[-1].neg())
     assert products(part, row.double()) == 2, "a hook would be skipped"
+
+
+class Halved(Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) / 2
+
+
+@torch.no_grad()
+def test_a_part_with_another_forward_is_called() -> None:
+    part, row = Two(), torch.randn(1, 1, 16)
+    part.first = Halved(16, 8)
+    side_by_side(part)
+    assert joined(part) == 1 and products(part, row) == 2
+
+
+@torch.no_grad()
+def test_autocast_lowers_a_weight_once() -> None:
+    part, row = Two(), torch.randn(1, 1, 16)
+    side_by_side(part)
+    with Products() as counted, torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            together(row, *part.one_input)
+    assert counted.names.count("_to_copy") == 2 + 2 * 3, "two weights once, and the row for each product"
+
+
+def divided(folder: Path) -> None:
+    """On a rank: a step after a forward, whose weights FSDP2 keeps gathered."""
+    losses = []
+    for moves in (False, True):
+        torch.manual_seed(0)
+        part, row = Two(), torch.ones(1, 1, 16)
+        fully_shard(part, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=False)
+        optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
+        for _ in range(3):
+            loss = part(row).square().sum()
+            if moves:
+                side_by_side(part)
+            losses.append(loss.item())
+            loss.backward()
+            optimizer.step()
+    (folder / "losses").write_text(json.dumps(losses))
+
+
+def test_weights_that_fsdp_gathers_stay(processes: Any, tmp_path: Path) -> None:
+    """Moved, they would keep their values, whatever the optimiser does."""
+    assert together_on_ranks(processes, 1, divided, tmp_path) == [0]
+    losses = json.loads((tmp_path / "losses").read_text())
+    assert losses[:3] == losses[3:] and len(set(losses)) == 3
 
 
 def test_weights_side_by_side_learn_as_before() -> None:

@@ -1,9 +1,9 @@
 """The tile of a kernel: on a GPU, the fastest of a few candidates, timed once and kept on disk.
 
 The first candidate follows from arithmetic. It is taken without a GPU, in Triton's interpreter, and by calls with fewer
-programs than a GPU has multiprocessors. The first larger call of each kind times all candidates that
-can be built, and keeps the choice in Triton's cache folder. All later calls and processes
-take it, so that they compute the same bits. If several processes time at once, the first to finish decides for all.
+programs than a GPU has multiprocessors. The first larger call of each kind times all candidates that can be built, and
+keeps the choice in Triton's cache folder. All later calls and processes take it, so that they compute the same bits. If
+several processes time at once, the first to finish decides for all.
 """
 
 from __future__ import annotations

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gsm.cache.store import Window, WindowStore
 from gsm.errors import within
 from gsm.layers.costs import ProductCost, Store
 from gsm.layers.linear import draw
-from gsm_kernels.device import at_least_float32, in_dtype
-from gsm_kernels.recomputed import recomputed
+from gsm_kernels.device import at_least_float32, handed_out, in_dtype, once
 
 
 class ShortConvolution(nn.Module):
@@ -67,17 +67,52 @@ class ShortConvolution(nn.Module):
 
 
 def short_convolution(seen_BEC: Tensor, weight_CW: Tensor, position_BT: Tensor) -> Tensor:
-    """Return what `ShortConvolution.forward` does; backward keeps the arguments alone, and computes the rest again."""
-    return recomputed(_sum, seen_BEC, weight_CW, position_BT)
+    """Return what `ShortConvolution.forward` does; backward keeps the arguments alone."""
+    return _ShortConvolution.apply(seen_BEC, weight_CW, position_BT)
 
 
-def _sum(seen_BEC: Tensor, weight_CW: Tensor, position_BT: Tensor) -> Tensor:
-    length, width = position_BT.shape[1], weight_CW.shape[1]
-    before = seen_BEC.shape[1] - length
-    wide_BEC = F.pad(at_least_float32(seen_BEC), (0, 0, width - 1 - before, 0))
-    tap_WC = in_dtype(weight_CW, wide_BEC.dtype).T.contiguous()
-    total_BTC = torch.zeros_like(wide_BEC[:, width - 1 :])
-    for back, tap_C in enumerate(tap_WC):
-        reached_BT1 = (position_BT >= back)[..., None]
-        total_BTC = total_BTC.addcmul(wide_BEC[:, width - 1 - back :][:, :length] * reached_BT1, tap_C)
-    return in_dtype(total_BTC, seen_BEC.dtype)
+class _ShortConvolution(torch.autograd.Function):
+    """Changes one tensor in place: a token that does not see so far back sees no token that is farther away."""
+
+    @staticmethod
+    def forward(ctx: Any, seen_BEC: Tensor, weight_CW: Tensor, position_BT: Tensor) -> Tensor:
+        ctx.save_for_backward(seen_BEC, weight_CW, position_BT)
+        wide_BEC, tap_WC = _widened(seen_BEC, weight_CW)
+        total_BTC = wide_BEC.new_zeros(*position_BT.shape, len(weight_CW))
+        for tap_C, rows, entries, reached_BT1 in reversed(_reaches(wide_BEC, tap_WC, position_BT)):
+            total_BTC[:, rows].addcmul_(wide_BEC[:, entries], tap_C)
+            total_BTC.mul_(reached_BT1)
+        return handed_out(total_BTC, seen_BEC.dtype)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, grad_BTC: Tensor) -> tuple[Tensor, Tensor, None]:
+        seen_BEC, weight_CW, position_BT = ctx.saved_tensors
+        wide_BEC, tap_WC = _widened(seen_BEC, weight_CW)
+        pull_BTC = grad_BTC.to(wide_BEC.dtype, copy=True)
+        seen_grad_BEC, tap_grad_WC = torch.zeros_like(wide_BEC), torch.zeros_like(tap_WC)
+        for back, (tap_C, rows, entries, reached_BT1) in enumerate(_reaches(wide_BEC, tap_WC, position_BT)):
+            pull_BTC.mul_(reached_BT1)
+            seen_grad_BEC[:, entries].addcmul_(pull_BTC[:, rows], tap_C)
+            tap_grad_WC[back] = (pull_BTC[:, rows] * wide_BEC[:, entries]).sum((0, 1))
+        return in_dtype(seen_grad_BEC, seen_BEC.dtype), in_dtype(tap_grad_WC.T, weight_CW.dtype), None
+
+
+def _widened(seen_BEC: Tensor, weight_CW: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the entries in at least float32, and the weights in their dtype with the channels last."""
+    wide_BEC = at_least_float32(seen_BEC)
+    return wide_BEC, in_dtype(weight_CW, wide_BEC.dtype).T.contiguous()
+
+
+def _reaches(wide_BEC: Tensor, tap_WC: Tensor, position_BT: Tensor) -> list[tuple[Tensor, slice, slice, Tensor]]:
+    """Return for every distance its weights, the new tokens that have an entry there, these entries, and 1 for every
+    new token with as many tokens before it in its document, else 0."""
+    entries, length = wide_BEC.shape[1], position_BT.shape[1]
+    stored, farthest = entries - length, min(len(tap_WC), entries)
+    back_W11 = torch.arange(farthest, device=position_BT.device)[:, None, None]
+    reached_WBT1 = (position_BT >= back_W11)[..., None].to(wide_BEC.dtype)
+    first_W = [max(back - stored, 0) for back in range(farthest)]
+    return [
+        (tap_WC[back], slice(first, None), slice(stored + first - back, entries - back), reached_WBT1[back])
+        for back, first in enumerate(first_W)
+    ]

@@ -105,7 +105,7 @@ def _grouped_product(x_NGI: Tensor, weight_GIO: Tensor) -> Tensor:
 
 def together(x: Tensor, *maps: Linear) -> tuple[Tensor, ...]:
     """Apply several maps to one input, [..., dim_in]. If their weights are ``side_by_side``, this is one product for a
-    single row without gradients.
+    single row without gradients and autocast.
 
     For more rows, each map would have a strided piece of the product, whose copies cost more than a product saves.
     """
@@ -126,10 +126,13 @@ def side_by_side(model: nn.Module) -> None:
 
     They remain parameters with their names, values and gradients, and no weight is stored twice: a change of one in
     place, as by an optimiser, changes the joint product. A cast or another assignment separates them again. Weights
-    that are no ordinary parameters, such as those of FSDP, stay where they are.
+    that are no ordinary parameters stay where they are, and so do all weights of a model that FSDP2 divides.
     """
+    parts = list(model.modules())
+    if any(hasattr(part, "unshard") for part in parts):  # FSDP2 gathers weights into memory of its own, and reads that
+        return
     with _moving, torch.inference_mode(False), torch.no_grad():
-        for part in model.modules():
+        for part in parts:
             weights = [each.weight for each in getattr(part, "one_input", ())]
             if not weights or not all(map(_movable, weights)) or _adjacent(weights):
                 continue
@@ -143,8 +146,12 @@ def _joint(x: Tensor, maps: Sequence[Linear]) -> Tensor | None:
     """Return the weights of maps as one matrix, a view; None if ``x`` has to be given to each of them."""
     if x.numel() != x.shape[-1] or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
+    if torch.is_autocast_enabled(x.device.type):  # it keeps the lowered copy of a parameter, but not of a view
+        return None
+    if any(type(part) is not Linear or part._forward_hooks or part._forward_pre_hooks for part in maps):
+        return None  # a part in the place of ours, as of LoRA, may have the same weight and compute something else
     weights = [part.weight for part in maps]
-    if not _adjacent(weights) or any(part._forward_hooks or part._forward_pre_hooks for part in maps):
+    if not _adjacent(weights):
         return None
     width = weights[0].shape[1]
     return weights[0].as_strided((sum(map(len, weights)), width), (width, 1))

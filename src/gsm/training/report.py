@@ -120,7 +120,7 @@ def could_be_faster(trainer: Trainer) -> bool:
 
 
 def kernels(explained: Mapping[str, str]) -> str:
-    """Return the number of operations on each implementation; ``python -m gsm_kernels`` gives the reasons."""
+    """Return the number of operations on each implementation; ``summary.json`` has the reasons."""
     chosen = Counter(choice.partition(":")[0] for choice in explained.values())
     return ", ".join(f"{name} for {count} of {chosen.total()} operations" for name, count in chosen.items())
 
