@@ -1,4 +1,4 @@
-"""slot_attention: what it leaves alone, and the form of flash-linear-attention."""
+"""slot_attention: what it leaves alone, and the naive form of flash-linear-attention."""
 
 import pytest
 import torch

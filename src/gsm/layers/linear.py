@@ -146,12 +146,12 @@ def _joint(x: Tensor, maps: Sequence[Linear]) -> Tensor | None:
     """Return the weights of maps as one matrix, a view; None if ``x`` has to be given to each of them."""
     if x.numel() != x.shape[-1] or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
-    if torch.is_autocast_enabled(x.device.type):  # it keeps the lowered copy of a parameter, but not of a view
-        return None
     if any(type(part) is not Linear or part._forward_hooks or part._forward_pre_hooks for part in maps):
         return None  # a part in the place of ours, as of LoRA, may have the same weight and compute something else
     weights = [part.weight for part in maps]
     if not _adjacent(weights):
+        return None
+    if torch.is_autocast_enabled(x.device.type):  # it keeps the lowered copy of a parameter, but not of a view
         return None
     width = weights[0].shape[1]
     return weights[0].as_strided((sum(map(len, weights)), width), (width, 1))
