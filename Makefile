@@ -5,11 +5,12 @@
 #   make test JOBS=4                                   test processes
 #   make test ARGS="-m nightly"                        larger sizes and samples, as .github/workflows/nightly.yml runs them
 #   make docs ARGS=serve                               the documentation, built again whenever a page is saved
+#   make paper BOOKS=/path/to/classic-books-eltec      also what the paper's page has on books (docs/results.md names their source)
 
 SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: install train test lint format tables docs clean help
+.PHONY: install train test lint format tables paper docs clean help
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -52,6 +53,51 @@ format: $(STAMP)  ## rewrite the files so that lint is content with their format
 
 tables: $(STAMP)  ## renew the tables between the markers of README.md and docs/, from rows, yamls and the cost model
 	$(BIN)/python -m gsm.experiments.rows
+
+on_books = data=folder data.path=$(BOOKS) 'data.files=[books-train-0*,books-test*]' 'data.validation=books-test*' \
+	data.validation_sequences=1024
+
+# The paper's tables and figures that have no rows yet; 1: with the first seed, 3: with the first three.
+define evening
+$(BIN)/python train.py experiment=retrieval seeds=$(1)
+$(BIN)/python train.py experiment=chain seeds=$(1)
+$(BIN)/python train.py experiment=overlap seeds=$(1)
+endef
+
+# The seeds of docs/paper.md that results/length.csv lacks; its other rows are not trained again.
+define evening_on_books
+$(BIN)/python train.py experiment=length size=nano name=length arm=transformer 'seeds=[1,2]' $(on_books)
+endef
+
+# What does not fit into an evening: about three hours, on books five more.
+define days
+$(BIN)/python train.py experiment=length size=nano name=length_code 'arm=[gsm,baseline,windows_only,transformer]' seeds=3
+$(BIN)/python train.py experiment=ablate_cot seeds=3
+endef
+define days_on_books
+$(BIN)/python train.py experiment=length size=nano name=length 'arm=[gsm_no_yarn,baseline_no_yarn]' seeds=3 $(on_books)
+$(BIN)/python train.py experiment=ablate_indexer name=indexer 'arm=[random_topk,dense]' seeds=3 $(on_books)
+$(BIN)/python train.py experiment=convolved name=convolved 'arm=[gsm,baseline]' seeds=3 $(on_books)
+endef
+
+# docs/paper.md with your runs in place of committed rows of the same arm and seed. docs/ stays as it is: a run notes whether a file of
+# the repository has changed.
+define paper_page
+@mkdir -p logs
+@sed -E 's#\]\(([a-z_]+\.md)#](../docs/\1#g' docs/paper.md > logs/paper.md
+$(BIN)/python -m gsm.experiments.rows logs/paper.md logs=logs
+endef
+
+paper: $(STAMP)  ## the paper in miniature, an evening on two cores: logs/paper.md; goes on after Ctrl-C; ARGS=all: 3 hours more
+	test -e logs/paper_efficiency.md || $(BIN)/python benchmark.py benchmark=paper device=cpu benchmark.size=nano output=logs/paper_efficiency.md
+	$(call evening,1)
+	$(paper_page)
+	$(call evening,3)
+	$(if $(BOOKS),$(evening_on_books))
+	$(if $(filter all,$(ARGS)),$(days))
+	$(if $(filter all,$(ARGS)),$(if $(BOOKS),$(days_on_books)))
+	$(paper_page)
+	@echo "the paper in miniature: logs/paper.md"
 
 # What mkdocs finds is this environment's: the extension in docs/ by the import path, formatters of signatures in .venv/bin.
 docs: .venv/.docs  ## build the documentation into site/, the notebooks executed; ARGS=serve shows it while you write

@@ -449,6 +449,7 @@ def test_the_overlap_of_stages_and_encoder_is_measured_when_asked_for(runs: tupl
         "of 8 tokens no query has a choice"
     )
     assert values["overlap/16/2"] == 1.0
+    assert 1 > values["chance/16"] > values["chance/32"] > values["chance/64"] > 0
     asked = HeldOut(checkpoint.partition("=")[2], overlap_lengths=[64, 16], documents="stream", device="cpu")
     (whole,) = asked.evaluate()
     questions = whole.settings["questions"]

@@ -311,6 +311,35 @@ def test_the_picture_of_an_evaluation_by_length_has_a_line_an_arm_and_a_panel_a_
     assert [len(line.get_xydata()) for line in cache.get_lines()] == [1, 1]
 
 
+def test_runs_of_your_own_stand_in_place_of_rows_of_the_same_arm_and_seed(folder: Path, tmp_path: Path):
+    rows.publish(folder, tmp_path, ["bits_per_byte"])
+    own = tmp_path / "own/residual"
+    facts = {"commit": "def", "steps": 5, "data": {"corpus": "folder", "digest": "00ff"}, "a/loss/96": 2}
+    for seed, bits in {2: 1.7, 3: 1.9}.items():
+        write_run(own, "plain", seed, config("plain", seed), bits_per_byte=bits, **facts)
+    other = {**facts, "data": {"corpus": "stdlib", "digest": "11"}}
+    write_run(own, "plain", 4, config("plain", 4), bits_per_byte=0.5, **other)
+    write_run(own, "mhc", 0, config("mhc", 0), status="failed", bits_per_byte=9.0)
+    marker = "residual bits_per_byte a/loss/96 arms=plain,mhc picture=seeds.png"
+    made = rows.table(marker, tmp_path, own.parent)
+    values = [*BITS["plain"][:2], 1.7, 1.9]
+    assert f"| plain | 4 | {statistics.fmean(values):.4f} +- {statistics.stdev(values):.4f} |" in made
+    assert "| plain (corpus_sha256=11) | 1 | 0.5000 |" in made, "of another text"
+    assert f"| mhc | 3 | {statistics.fmean(BITS['mhc']):.4f} +-" in made, "a run that failed leaves the row"
+    assert "Rows: `results/residual.csv` and `logs/residual`, commit abc123+, def" in made.replace(
+        "abc123,", "abc123+,"
+    )
+    alone = rows.table(marker.replace("arms=plain,mhc ", ""), tmp_path / "none", own.parent)
+    assert "| plain | 2 | 1.8000 +- 0.1414 |" in alone and "Rows: `logs/residual`" in alone
+    assert rows.table(marker.replace("a/loss/96 ", ""), tmp_path) == rows.table(
+        marker.replace("a/loss/96 ", ""), tmp_path, tmp_path / "none"
+    )
+    page = tmp_path / "page.md"
+    page.write_text(f"<!-- rows: {marker} -->\n{made}\n\n<!-- end -->\n")
+    rows.main([str(page)], tmp_path, own.parent)
+    assert (tmp_path / "seeds.png").is_file(), "a page of one's own has no pictures yet"
+
+
 def test_a_time_is_that_of_a_processor():
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     assert report.device(trainer).startswith(f"{processor()}, ") and not processor().startswith("cpu")

@@ -45,6 +45,7 @@ LABELS = {
     "bits_per_byte": "bits per byte of held-out text",
     "cache_bytes": "everything remembered (bytes)",
     "decoder_bytes": "the decoder's own memory (bytes)",
+    "isolated_all_targets": "perplexity",
     "state_bytes": "decoder's state (bytes)",
     "train/loss": "training loss (nats per token)",
     "tokens_per_second": "training speed (tokens/s)",

@@ -199,8 +199,9 @@ class HeldOut(Measure):
 
     def metrics(self, measured: Measured) -> dict[str, Any]:
         """Return `loss`, `perplexity`, `bits_per_byte`, `by_document`, the mean `overlap` of the stages, its
-        `chance` and each `overlap/<length>/<stage>`; `bigram/new` and `bigram/seen`: the losses of tokens that
-        complete a bigram new to the document, and one seen before in it; `without/<part>`: the loss without it."""
+        `chance`, each `overlap/<length>/<stage>` and `chance/<length>`; `bigram/new` and `bigram/seen`: the losses of
+        tokens that complete a bigram new to the document, and one seen before in it; `without/<part>`: the loss without
+        it."""
         values, overlap = _whole(measured), measured.where(part="overlap")
         values["by_document"] = _by_document(measured)
         at_context = where(overlap, length=measured.settings["questions"]["context"])
@@ -208,6 +209,8 @@ class HeldOut(Measure):
         values["chance"] = mean(where(at_context, quantity="chance"))
         for (length, stage), records in by(where(overlap, quantity="overlap"), "length", "stage").items():
             values[f"overlap/{length}/{stage}"] = mean(records)
+        for (length,), records in by(where(overlap, quantity="chance"), "length").items():
+            values[f"chance/{length}"] = mean(records)
         for name, seen in {"new": False, "seen": True}.items():
             values[f"bigram/{name}"] = mean(measured.where(by="bigram", seen=seen))
         for (part,), records in by(measured.where(part="without"), "removed").items():

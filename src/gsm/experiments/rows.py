@@ -2,6 +2,7 @@
 
     python compare.py logs/residual publish=results        # append the runs of an experiment
     python -m gsm.experiments.rows                         # rewrite the tables between the markers of all pages
+    python -m gsm.experiments.rows logs/paper.md logs=logs # of one page, with your own runs in logs/: make paper
 
 A marker names a file of rows and its columns. The first arm, or `against=`, is subtracted from the others; with
 `against=a,b` each of these arms is, from the first column, and a difference over fewer seeds than the arm has names
@@ -45,7 +46,7 @@ from omegaconf import OmegaConf
 
 from gsm import paths, plots
 from gsm.config.address import TUNING, noted
-from gsm.config.check import ConfigError, unknown
+from gsm.config.check import ConfigError, flat, unknown
 from gsm.config.options import HIDDEN, opening
 from gsm.experiments import SEVERAL
 from gsm.experiments.table import RunSummary, Table, read_otherwise, read_runs, summarise
@@ -177,24 +178,36 @@ def read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
         return header, rows
 
 
-def runs(path: Path, split: str = "validation") -> list[RunSummary]:
+def trained(folder: Path) -> list[dict[str, str]]:
+    """Return the rows of the runs in `logs/<name>`, with every number that they have. Empty without the folder."""
+    found = [run for place in (folder, folder / TUNING) for run in read_runs(place)]
+    numbers = [[name for name in flat(run.summary) if run.number(name) is not None] for run in found]
+    return [
+        row(run, folder.name, list(dict.fromkeys([*FACTS, *names]))) for run, names in zip(found, numbers, strict=True)
+    ]
+
+
+def runs(path: Path, split: str = "validation", logs: Path | None = None) -> list[RunSummary]:
     """Return the finished runs of a file that were measured on a split, the newest row of each seed.
 
     Args:
-        path: of the file.
+        path: of the file; without it there are no rows.
         split: ``validation``, or ``tuning``: the attempts, as arms ``<arm> <rate>``.
+        logs: the runs in its folder of the file's name stand in place of rows of the same arm and seed.
     """
-    newest: dict[tuple[str, str], dict[str, str]] = {}
-    for line in read(path)[1]:
+    lines = [(path, line) for line in (read(path)[1] if path.is_file() else [])]
+    lines += [(logs / path.stem, line) for line in trained(logs / path.stem)] if logs else []
+    newest: dict[tuple[str, str], tuple[Path, dict[str, str]]] = {}
+    for place, line in lines:
         tuning = line["split"] == "tuning"
         key = f"{line['arm']} {line['learning_rate']}" if tuning else line["arm"], line["seed"]
         if tuning == (split == "tuning") and (line["status"] == "finished" or key not in newest):
-            newest[key] = line
+            newest[key] = place, line
     known = []
-    for (arm, seed), line in newest.items():
+    for (arm, seed), (place, line) in newest.items():
         facts = SETTINGS[:-1] if line.get("reason") else SETTINGS  # a callback has ended it: its steps are a result
         settings = {name: line[name] for name in facts if name in line}
-        known.append(RunSummary(arm, int(seed), path, _nested(line), settings=settings))
+        known.append(RunSummary(arm, int(seed), place, _nested(line), settings=settings))
     return [run for run in known if run.finished]
 
 
@@ -203,24 +216,30 @@ def all_pages() -> list[Path]:
     return [paths.ROOT / "README.md", *sorted((paths.ROOT / "docs").rglob("*.md"))]
 
 
-def tables(page: str, folder: Path = RESULTS) -> str:
+def tables(page: str, folder: Path = RESULTS, logs: Path | None = None) -> str:
     """Return a page with the table of every marker made from its source. Raises ConfigError, OSError, and ValueError
-    for a config group that does not exist."""
+    for a config group that does not exist.
+
+    Args:
+        page: its text.
+        folder: of the rows.
+        logs: your own runs stand in place of rows of the same arm and seed, as in `runs`.
+    """
 
     def replaced(match: re.Match[str]) -> str:
         kind, words = match["kind"], match["words"]
-        made = costs(words) if kind == "costs" else yamls(words) if kind == "yamls" else table(words, folder)
+        made = costs(words) if kind == "costs" else yamls(words) if kind == "yamls" else table(words, folder, logs)
         return f"{match[1]}\n{made}\n\n<!-- end -->"
 
     return MARKED.sub(replaced, page)
 
 
-def table(words: str, folder: Path = RESULTS) -> str:
+def table(words: str, folder: Path = RESULTS, logs: Path | None = None) -> str:
     """Return the Markdown of one marker: arms with mean and standard deviation, paired differences with intervals.
 
     Without a row it is a sentence without a number.
     """
-    name, made, options = _parsed(words, folder)
+    name, made, options = _parsed(words, folder, logs)
     if not made.runs:
         return f"`results/{name}.csv` has no rows yet."
     grids = made.grids()
@@ -238,7 +257,10 @@ def table(words: str, folder: Path = RESULTS) -> str:
     parts += [f"{sentence}." for sentence in read_otherwise(made.runs)]
     commits = sorted({str(run.summary["commit"])[:9] for run in made.runs})
     seeds = ", ".join(map(str, sorted({run.seed for run in made.runs})))
-    return "\n\n".join([*parts, f"Rows: `results/{name}.csv`, commit {', '.join(commits)}; seeds {seeds}."])
+    places = {run.folder for run in made.runs}
+    sources = [f"`results/{name}.csv`"] if folder / f"{name}.csv" in places else []
+    sources += [f"`logs/{name}`"] if logs and logs / name in places else []
+    return "\n\n".join([*parts, f"Rows: {' and '.join(sources)}, commit {', '.join(commits)}; seeds {seeds}."])
 
 
 def beside(made: Table, bases: Sequence[str]) -> Grid:
@@ -328,9 +350,9 @@ def yamls(group: str) -> str:
     return "\n".join(f"| {' | '.join(cells[:columns])} |" for cells in grid)
 
 
-def picture(words: str, page: Path, folder: Path = RESULTS) -> None:
+def picture(words: str, page: Path, folder: Path = RESULTS, logs: Path | None = None) -> None:
     """Draw the picture of a marker, where it has one and there are rows, beside its page."""
-    _, made, options = _parsed(words, folder)
+    _, made, options = _parsed(words, folder, logs)
     if not made.runs or "picture" not in options:
         return
     column, place = made.columns[0], page.parent / options["picture"]
@@ -357,12 +379,12 @@ def _by_length(made: Table, run: str) -> dict[str, dict[str, list[dict[int, floa
     return points
 
 
-def _parsed(words: str, folder: Path) -> tuple[str, Table, dict[str, str]]:
+def _parsed(words: str, folder: Path, logs: Path | None = None) -> tuple[str, Table, dict[str, str]]:
     """Return the file's name, the table and the options of a marker of rows. Raises ConfigError for an absent seed."""
     name, *rest = words.split()
     options = dict(word.split("=", 1) for word in rest if "=" in word)
     columns, path = [word for word in rest if "=" not in word], folder / f"{name}.csv"
-    known = runs(path, options.get("split", "validation")) if path.is_file() else []
+    known = runs(path, options.get("split", "validation"), logs)
     without, seeds = options.get("without", "").split(","), {str(run.seed) for run in known}
     if known and "without" in options and not seeds.issuperset(without):
         known_seeds = ", ".join(sorted(seeds, key=int))
@@ -401,19 +423,22 @@ def _text(value: Any) -> str:
     return "" if value is None else value if isinstance(value, str) else json.dumps(int(value) if whole else value)
 
 
-def main(pages: Sequence[str], folder: Path = RESULTS) -> None:
+def main(pages: Sequence[str], folder: Path = RESULTS, logs: Path | None = None) -> None:
     """Rewrite the tables of pages, by default of all, and draw the pictures of those that have changed."""
     for page in map(Path, pages or all_pages()):
         before = page.read_text(encoding="utf-8")
-        after = tables(before, folder)
+        after = tables(before, folder, logs)
         if after != before:
             write_whole(page, after.encode())
+        if after != before or logs:  # a page of one's own has no pictures yet
             for match in MARKED.finditer(after):
                 if match["kind"] == "rows":
-                    picture(match["words"], page, folder)
+                    picture(match["words"], page, folder, logs)
         if count := len(MARKED.findall(before)):
             print(f"{os.path.relpath(page)}: {count} tables")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    words = sys.argv[1:]
+    of_logs = [Path(word.removeprefix("logs=")) for word in words if word.startswith("logs=")]
+    main([word for word in words if not word.startswith("logs=")], logs=of_logs[-1] if of_logs else None)
