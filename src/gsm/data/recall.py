@@ -180,7 +180,7 @@ class Needle(Alphabet):
         gap, asking = growing(self.gap, length, whole), self._each * self.questions
         room = max(length - asking - gap, 2 * self.pairs)  # for the needles
         if length < self.least:
-            raise ValueError(f"a sequence of {length} cannot hold {self.pairs} needles and as many questions")
+            raise ValueError(f"a sequence of {length} cannot hold {self.pairs} needles and {self.questions} questions")
         token_T = self._filler(random, length)
         needle_P2, said_QN = self._story(random)
         spare_P = np.sort(random.integers(room - 2 * self.pairs + 1, size=self.pairs))

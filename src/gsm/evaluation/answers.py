@@ -73,8 +73,9 @@ class Answers(Measure):
             raise ConfigError(f"answers= must be of a synthetic task, got {trained.file}, trained on text")
         task: Any = data.task
         if self.task:
-            if unlike := self.task.keys() - {one.name for one in fields(task)}:
-                raise unknown("key of task", min(unlike), [one.name for one in fields(task)], "this task")
+            known = [one.name for one in fields(task)]
+            if unlike := self.task.keys() - {*known}:
+                raise unknown("key of task", min(unlike), known, "this task")
             with refusals("task"):
                 task = replace(task, **self.task)
         with refusals("answers"):

@@ -41,11 +41,9 @@ def choose(words: Sequence[str]) -> tuple[type[Measure], list[str]]:
     if any(word.startswith("lengths=") for word in words):
         return Lengths, [word for word in words if word != "lengths=paper"]  # the default
     if any(word.startswith("answers=") for word in words):
-        of_task = ",".join(word.removeprefix("task.") for word in words if word.startswith("task."))
-        return Answers, [
-            *(word for word in words if not word.startswith("task.")),
-            *([f"task={of_task}"] * bool(of_task)),
-        ]
+        of_task = [word.removeprefix("task.") for word in words if word.startswith("task.")]
+        rest = [word for word in words if not word.startswith("task.")]
+        return Answers, [*rest, f"task={','.join(of_task)}"] if of_task else rest
     return HeldOut, list(words)
 
 

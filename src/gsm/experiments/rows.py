@@ -99,7 +99,7 @@ def publish(folder: Path, into: Path, metrics: Sequence[str]) -> str:
             known = ",".join(name for name in header if name not in FACTS)
             raise ConfigError(f"columns must be those of {path.name}, {known}, got {missing[0]}")
         columns = header
-    found = [run for place in (folder, folder / TUNING) for run in read_runs(place)]
+    found = _with_tuning(folder)
     for run in found:
         if sentence := damage(run.folder / "summary.json"):
             raise ConfigError(sentence)
@@ -122,6 +122,11 @@ def publish(folder: Path, into: Path, metrics: Sequence[str]) -> str:
     writer.writerows(new)
     write_whole(path, before + b"\n" * (before[-1:] not in b"\n") + text.getvalue().encode())
     return f"{len(new)} rows added to {path}, {len(rows) - len(new)} were there"
+
+
+def _with_tuning(folder: Path) -> list[RunSummary]:
+    """The runs of an experiment, and those of its tuning."""
+    return [run for place in (folder, folder / TUNING) for run in read_runs(place)]
 
 
 def _arm(line: Mapping[str, str]) -> tuple[str, str]:
@@ -180,7 +185,7 @@ def read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
 
 def trained(folder: Path) -> list[dict[str, str]]:
     """Return the rows of the runs in `logs/<name>`, with every number that they have. Empty without the folder."""
-    found = [run for place in (folder, folder / TUNING) for run in read_runs(place)]
+    found = _with_tuning(folder)
     numbers = [[name for name in flat(run.summary) if run.number(name) is not None] for run in found]
     return [
         row(run, folder.name, list(dict.fromkeys([*FACTS, *names]))) for run, names in zip(found, numbers, strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -53,6 +53,8 @@ class Stack(nn.Module):
             raise ValueError(f"recompute must be true, false or selective, got {recompute!r}")
         self.blocks = nn.ModuleList(blocks)
         self.recompute = recompute
+        # Whether a layer has an indexer, whose loss is kept.
+        self.searches = [any(isinstance(part, Indexer) for part in block.modules()) for block in blocks]
         # For each layer, the number of earlier positions of its input that a row needs; None: all of them. Rows that
         # the layer below leaves incomplete do not count.
         self.reaches: list[int | None] = []
@@ -98,15 +100,17 @@ class Stack(nn.Module):
             The residual streams of the last layer's rows, and the other outputs of each layer.
         """
         outputs: list[LayerOutput] = []
-        for block, layer_rows, cache in zip(self, rows, caches, strict=True):
+        for block, searches, layer_rows, cache in zip(self, self.searches, rows, caches, strict=True):
             span = span.last_rows(layer_rows)
             if not span.position_BT.shape[1]:  # no positions enter the layer: pass ``below`` on
                 empty_BTD = streams.mixed_BTD
                 out = LayerOutput(cache, below, layer_input_BTD=empty_BTD, layer_output_BRD=empty_BTD)
             elif self.recompute and self.training and not patching():  # a patch may have ended before the backward
-                policy = _policy if self.recompute == "selective" else _policy_of_losses
-                selective = {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
-                options: dict[str, Any] = selective if self.recompute == "selective" or _keeps_loss(block) else {}
+                options: dict[str, Any] = {}
+                if self.recompute == "selective":
+                    options = {"context_fn": partial(create_selective_checkpoint_contexts, SELECTIVE)}
+                elif searches and not torch.compiler.is_compiling():  # it takes no policy here
+                    options = {"context_fn": partial(create_selective_checkpoint_contexts, LOSSES)}
                 streams, out = checkpoint(block, streams, span, cache, below, use_reentrant=False, **options)
             else:
                 streams, out = block(streams, span, cache, below)
@@ -117,19 +121,17 @@ class Stack(nn.Module):
         return streams, outputs
 
 
-def _keeps_loss(block: Block) -> bool:
-    """Return whether a block has an indexer, whose loss is kept. torch.compile takes no policy here."""
-    return not torch.compiler.is_compiling() and any(isinstance(part, Indexer) for part in block.modules())
+def _saving(names: Set[str]) -> Callable[..., CheckpointPolicy]:
+    """Return the policy that saves the outputs of these operations, and recomputes the others."""
+
+    def policy(_: Any, operation: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        save = str(operation.overloadpacket) in names
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
 
 
-def _policy(_: Any, operation: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    save = str(operation.overloadpacket) in SAVED
-    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _policy_of_losses(_: Any, operation: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    save = str(operation.overloadpacket) in SAVED_ALWAYS
-    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+SELECTIVE, LOSSES = _saving(SAVED), _saving(SAVED_ALWAYS)
 
 
 def block_of(
