@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -28,7 +29,8 @@ def recipe(*words: str) -> list[str]:
     if not shutil.which("make"):
         pytest.skip("needs make")
     command = ["make", "-n", "-o", ".venv/.installed", "paper", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    plain = {"PATH": os.environ["PATH"]}  # without the variables of a `make test` around it
+    return subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def trainings(*words: str) -> list[list[str]]:
