@@ -59,7 +59,7 @@ on_books = data=folder data.path=$(BOOKS) 'data.files=[books-train-0*,books-test
 
 # The paper's tables and figures that have no rows yet; 1: with the first seed, 3: with the first three.
 define evening
-$(BIN)/python train.py experiment=retrieval seeds=$(1)
+$(BIN)/python train.py experiment=retrieval seeds=$(1) 'arm=[gsm,stages_only,baseline,gated_delta_net]'
 $(BIN)/python train.py experiment=chain seeds=$(1)
 $(BIN)/python train.py experiment=overlap seeds=$(1)
 endef
@@ -71,6 +71,7 @@ endef
 
 # What does not fit into an evening: about three hours, on books five more.
 define days
+$(BIN)/python train.py experiment=retrieval seeds=3
 $(BIN)/python train.py experiment=length size=nano name=length_code 'arm=[gsm,baseline,windows_only,transformer]' seeds=3
 $(BIN)/python train.py experiment=ablate_cot seeds=3
 endef
@@ -78,6 +79,12 @@ define days_on_books
 $(BIN)/python train.py experiment=length size=nano name=length 'arm=[gsm_no_yarn,baseline_no_yarn]' seeds=3 $(on_books)
 $(BIN)/python train.py experiment=ablate_indexer name=indexer 'arm=[random_topk,dense]' seeds=3 $(on_books)
 $(BIN)/python train.py experiment=convolved name=convolved 'arm=[gsm,baseline]' seeds=3 $(on_books)
+endef
+
+# With a GPU: speed at the paper's size, and the first step up of its main training, minutes. Nobody has tried it.
+gpu = $(shell nvidia-smi -L 2>/dev/null)
+define on_gpu
+$(BIN)/python train.py experiment=paper_main size=tiny
 endef
 
 # docs/paper.md with your runs in place of committed rows of the same arm and seed. docs/ stays as it is: a run notes whether a file of
@@ -89,10 +96,11 @@ $(BIN)/python -m gsm.experiments.rows logs/paper.md logs=logs
 endef
 
 paper: $(STAMP)  ## the paper in miniature, an evening on two cores: logs/paper.md; goes on after Ctrl-C; ARGS=all: 3 hours more
-	test -e logs/paper_efficiency.md || $(BIN)/python benchmark.py benchmark=paper device=cpu benchmark.size=nano output=logs/paper_efficiency.md
+	test -e logs/paper_efficiency.md || $(BIN)/python benchmark.py benchmark=paper $(if $(gpu),benchmark.size=1p5b,device=cpu benchmark.size=nano) output=logs/paper_efficiency.md
 	$(call evening,1)
 	$(paper_page)
 	$(call evening,3)
+	$(if $(gpu),$(on_gpu))
 	$(if $(BOOKS),$(evening_on_books))
 	$(if $(filter all,$(ARGS)),$(days))
 	$(if $(filter all,$(ARGS)),$(if $(BOOKS),$(days_on_books)))

@@ -33,6 +33,15 @@ def recipe(*words: str) -> list[str]:
     return subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
+def test_a_machine_with_a_gpu_takes_larger_sizes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    without = recipe()
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    changed = [line for line in recipe() if line not in without]
+    assert ["benchmark.size=1p5b" in changed[0], "experiment=paper_main size=tiny" in changed[1]] == [True, True]
+
+
 def trainings(*words: str) -> list[list[str]]:
     return [shlex.split(line)[2:] for line in recipe(*words) if "train.py" in line]
 
