@@ -51,6 +51,9 @@ class Page:
     facts: Facts
     height: int = 760
 
+    def __repr__(self) -> str:
+        return f"Page({len(self.facts.token_T)} tokens, {len(self.html) / 1e3:.0f} kB)"
+
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the file atomically, and return its path."""
         write_whole(path, self.html.encode())
