@@ -42,8 +42,9 @@ IDLE = {
     "gsm-residual=mhc_two_pass": ["*/stream/after"],
     "baseline-residual=mhc_two_pass": ["*/stream/after"],
 }
-# Attention with other weights, or with keys and values in a tensor of their own, sums in another order.
-REORDERED = re.compile(r".*/(weights|key|value)")
+# Attention with other weights sums in another order, and so do gradients of what others read too: of keys and values of
+# several layers, and of a stream from which a cache is made.
+REORDERED = re.compile(r".*/(weights|key|value|stream)")
 # Taps of tensors that affect only the next call, and nothing later in the same call.
 HANDED_ON = re.compile(r"(encoder|decoder)/\d+/state")
 

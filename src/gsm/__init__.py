@@ -9,7 +9,7 @@ Importing this package is cheap: PyTorch, Hydra and Lightning are loaded when on
         model(tokens)                                        # or model("def "), if it has learned from text
     with gsm.patch("state/entries", lambda entry_BEC: 0 * entry_BEC):
         model(tokens)
-    gsm.explore(model, tokens[0]).save("explorer.html")
+    gsm.explore(model, tokens[0]).save("explorer.html")      # or a text
 
 ``gsm.notebook`` has pictures for notebooks, and ``gsm.analysis`` the analyses of a trained model.
 """

@@ -27,6 +27,7 @@ class MultiHead(nn.Module):
 
     def ask(self, x_BRD: Tensor, down_BRQ: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return ``query_BRHC``, not rotated yet, and the latent ``latent_BRQ``; arguments as in ``Query``."""
+        query_BRHC: Tensor
         query_BRHC, latent_BRQ = self.query(x_BRD, down_BRQ)
         return tap((self, "query"), query_BRHC), latent_BRQ
 

@@ -71,8 +71,10 @@ def with_read_out(streams: Streams, mixed_BTD: Tensor) -> Streams:
     """Return the streams with another read-out, which is the stream itself if there is only one."""
     if mixed_BTD is streams.mixed_BTD:
         return streams
-    one = streams.value_BTXD.shape[2] == 1
-    return Streams(mixed_BTD[:, :, None] if one else streams.value_BTXD, mixed_BTD)
+    if streams.value_BTXD.shape[2] > 1:
+        return streams._replace(mixed_BTD=mixed_BTD)
+    value_BTXD = mixed_BTD[:, :, None]
+    return Streams(value_BTXD, value_BTXD[:, :, 0])  # as ``Plain`` leaves them: gradients add up in the same order
 
 
 def entering_cost(site: Residual) -> ProductCost:
