@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import gsm
+from gsm.layers.block import Block
 from gsm.observe import observed, tap
+from gsm.paths import variants
 
 
 class Tapped(nn.Module):
@@ -79,12 +81,44 @@ def test_detach_false_keeps_the_graph() -> None:
     assert torch.equal(gradient, torch.ones(2))
 
 
-def test_an_unknown_name_raises_an_error_with_the_recorded_names() -> None:
+def test_an_unknown_name_raises_an_error_with_the_closest_of_the_recorded_names() -> None:
     with gsm.record() as seen:
         tap("stage/1/weights", torch.ones(1))
     for ask in (seen.__getitem__, seen.all):
-        with pytest.raises(KeyError, match=r"stage/2/weights.*recorded: stage/1/weights"):
+        with pytest.raises(KeyError, match=r"stage/2/weights.* stage/1/weights"):
             ask("stage/2/weights")
+
+
+def test_a_recording_of_names_that_no_tap_has_is_an_error() -> None:
+    with pytest.raises(KeyError, match=r"'layer/1/wieghts'.* layer/1/weights"), gsm.record("layer/1/wieghts"):
+        Tapped()(torch.ones(1))
+    with gsm.record("layer/1/wieghts", "*/weights") as seen:
+        Tapped()(torch.ones(1))
+    assert list(seen) == ["layer/1/weights"]
+
+
+@pytest.mark.parametrize("name", variants("model"))
+def test_every_layer_of_every_model_has_names_for_all_that_passes_it(name: str) -> None:
+    with torch.device("meta"):
+        model = gsm.build_model(name, "pico")
+    listed, (batch, rows) = gsm.taps(model), (1, 16)
+    for layer in (part for part in model.modules() if isinstance(part, Block)):
+        streams = layer.attention_residual.streams
+        shapes = dict.fromkeys(("stream", "stream/between", "stream/after", "attention", "feed_forward"), [model.dim])
+        shapes |= dict.fromkeys(("streams", "streams/between"), [streams, model.dim]) if streams > 1 else {}
+        for what, shape in shapes.items():
+            assert list(listed[f"{layer.name}/{what}"][0]) == [batch, rows, *shape]
+        heads, queries = (listed[f"{layer.name}/{what}"][0] for what in ("heads", "query"))
+        assert heads[:2] == queries[:2] == (batch, rows) and heads[2] == queries[2]
+    assert repr(listed).count("\n") == len(listed) - 1
+
+
+def test_a_recording_prints_as_one_line() -> None:
+    with gsm.record() as seen:
+        for number in range(100):
+            tap(f"layer/{number}/weights", torch.ones(1))
+    assert "100" in repr(seen) and "layer/0/weights" in repr(seen)
+    assert len(repr(seen)) < 150 and "\n" not in repr(seen)
 
 
 def test_a_recording_ends_when_its_block_raises() -> None:

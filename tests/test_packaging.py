@@ -64,6 +64,19 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
         gsm.biuld_model  # noqa: B018
 
 
+def test_the_package_offers_what_it_is_used_for_and_nothing_else() -> None:
+    import gsm
+
+    assert {"analysis", "notebook", "load_model", "load_tokenizer", "taps", "tokens"} < set(dir(gsm))
+    assert not {"os", "Any", "import_module"} & set(dir(gsm))
+    assert "patching" in dir(gsm.analysis) and gsm.analysis.patching.__name__ == "gsm.analysis.patching"
+    for name in dir(gsm):
+        assert getattr(gsm, name)
+    for package in (gsm, gsm.analysis):
+        with pytest.raises(AttributeError, match="nothing"):
+            _ = package.nothing
+
+
 def test_configs_missing_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(paths, "ROOT", tmp_path)
     with pytest.raises(FileNotFoundError, match="pip install -e"):

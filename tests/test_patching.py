@@ -10,13 +10,13 @@ from small import build
 
 from gsm import paths
 from gsm.analysis import patching
+from gsm.analysis.interventions import starts
 from gsm.analysis.needles import ask
 from gsm.data.recall import Needle
 from gsm.notebook import load
 
 T = 24
 TASK = Needle(keys=8, values=7, fillers=6, pairs=2, gap=4)
-INTO_DECODER = ["state/entries", "decoder/start", "decoder/streams"]
 
 
 def test_a_corrupted_text_differs_in_the_value_of_the_needle_that_is_asked_for():
@@ -34,7 +34,12 @@ def test_a_corrupted_text_differs_in_the_value_of_the_needle_that_is_asked_for()
 @pytest.mark.parametrize("case", ["gsm", "gsm-residual=mhc_two_pass", "gsm-writer=multi_slot"])
 def test_replacing_embedding_decoder_input_or_output_restores_the_whole_answer(case: str):
     model, pair = build(case), patching.question_pair(ask(TASK, T, 2), TASK)
-    parts = {"embedding": "embedding", "into the decoder": INTO_DECODER, "out": "hidden", "indexers": "*/top_k"}
+    parts = {
+        "embedding": "embedding",
+        "into the decoder": ["state/entries", *starts(model)],
+        "out": "hidden",
+        "indexers": "*/top_k",
+    }
     parts["the same in both calls"] = "position"
     shares = patching.by_part(model, pair, parts)
     assert [round(shares[name], 9) for name in ("embedding", "into the decoder", "out")] == [1, 1, 1]

@@ -382,7 +382,7 @@ def test_without_a_name_the_tables_of_every_page_are_renewed(tmp_path: Path, mon
 def test_every_marker_of_a_page_has_the_table_of_its_source(page: Path):
     text = page.read_text()
     assert rows.tables(text) == text, "run: make tables"
-    assert len(rows.MARKED.findall(text)) == len(re.findall(r"<!-- (?:rows|costs|yamls):", text)), "without an end"
+    assert len(rows.MARKED.findall(text)) == len(re.findall(r"<!-- (?:rows|costs|yamls|taps):", text)), "without an end"
 
 
 EXPERIMENTS = {  # of rows that have another name

@@ -47,6 +47,42 @@ def test_one_holds_what_builds_it_and_neither_optimiser_nor_places(name: str):
 
 
 @torch.no_grad()
+def test_a_model_of_text_reads_and_writes_text():
+    model = gsm.load_model("nano")
+    assert model.tokenizer is not None and model.tokenizer.digest == load_tokenizer("nano").digest
+    ids = model.tokenizer.encode(SOURCE)
+    assert torch.equal(model(SOURCE).logits, model(torch.tensor([ids])).logits)
+    want = model.generate(ids, 8)[0].tolist()
+    assert model.generate(SOURCE, 8) == model.tokenizer.decode(want)
+    assert model.generate([SOURCE, "import"], 8) == [model.generate(text, 8) for text in (SOURCE, "import")]
+    assert torch.equal(model.generate([model.tokenizer.end_of_text], 4), torch.stack(list(model.stream("", 4)), 1))
+    assert "".join(gsm.tokens(model, SOURCE)) == SOURCE and gsm.tokens(model, ids) == gsm.tokens(model, SOURCE)
+    model.tokenizer.end_of_text = want[3]
+    assert model.generate(SOURCE, 8) == model.tokenizer.decode(want[: want.index(want[3])])
+
+
+def test_a_model_without_a_tokenizer_takes_ids_alone():
+    model = gsm.load_model("needle_gsm")
+    assert model.tokenizer is None
+    for call in (model, model.generate):
+        with pytest.raises(ValueError, match="^prompt "):
+            call("text")
+    with pytest.raises(ValueError, match="^source "):
+        gsm.tokens(model, "text")
+    assert gsm.tokens(model, [1, 2]) == ["1", "2"]
+    model.tokenizer = load_tokenizer("nano")
+    assert gsm.tokens(model, "import os") == ["import", " os"]
+
+
+def test_a_call_prints_as_one_line():
+    model = gsm.load_model("nano")
+    out = model(torch.ones(1, 8, dtype=torch.long), targets=torch.ones(1, 8, dtype=torch.long), memory=model.start())
+    assert "loss=" in repr(out) and repr(out.memory) in repr(out) and "used=8" in repr(out.memory)
+    page = gsm.explore(model, "def wrap(text, width=70):")
+    assert all("\n" not in repr(each) and len(repr(each)) < 150 for each in (out, page))
+
+
+@torch.no_grad()
 def test_nano_has_learned_to_read_python():
     model, token_T = gsm.load_model("nano"), text("nano", SOURCE, 100)
     loss = model(token_T[None, :-1], targets=token_T[None, 1:]).loss

@@ -173,7 +173,7 @@ class Engine:
         Raises:
             ValueError: as ``LanguageModel.prefill``. If there is no room for the prompt, nothing is read.
         """
-        tokens_BT, padding_BT = as_batch(prompt, self.device)
+        tokens_BT, padding_BT = as_batch(prompt, self.device, self.model.encode)
         size = self._bucket_size(tokens_BT)
         if size is None or padding_BT is not None and documents is not None:
             unpadded = padding_BT is None and documents is None and tokens_BT.shape[:-1] == (self.batch,)
@@ -229,7 +229,7 @@ class Engine:
             ValueError: as ``prefill``. If there is no room for prompt and new tokens, nothing is read.
             RuntimeError: if there was another call of the engine since the last token.
         """
-        tokens_BT, _ = as_batch(prompt, self.device)
+        tokens_BT, _ = as_batch(prompt, self.device, self.model.encode)
         check_sampling(temperature, top_p, generator, self.device)
         check_room(self.capacity, tokens_BT.shape[1], max_new_tokens, self._memory.used)
         calls = self._calls + 1

@@ -24,7 +24,7 @@ from gsm.experiments.runs import Experiment
 from gsm.experiments.table import RunSummary, list_trial, read_runs
 from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
-from gsm.observe import Recording
+from gsm.observe import Recording, Taps
 from gsm.training.callbacks.metrics_file import read_metrics
 from gsm.training.run import train
 
@@ -206,9 +206,7 @@ def picture(file: str | Path, command: str) -> Any:
 
 def describe(seen: Recording) -> str:
     """Describe each recorded tap in one line: name, shape, dtype."""
-    width = max(map(len, seen), default=0)
-    kinds = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in seen.items()}
-    return "\n".join(f"{name:<{width}}  {list(tensor.shape)!s:<20}  {kinds[name]}" for name, tensor in seen.items())
+    return str(Taps.of(seen))
 
 
 def show_attention(model: GSM, seen: Recording, names: Sequence[str]) -> Figure:

@@ -10,39 +10,38 @@
     with patch("state/entries", lambda entry_BEC: 0 * entry_BEC):       # ... or returns a replacement
         model(tokens)
 
-The taps of GSM. Layers and stages are numbered from 1, the decoder's layers after the encoder's. T new positions, E
-window entries and F bank slots, stored and new; a layer that computes fewer rows than T (prefill) has its last R:
+`gsm.taps(model)` lists the names of a model, with shapes and dtypes. Layers and stages are numbered from 1, the
+decoder's layers after the encoder's. T positions enter a layer and R rows leave it: in prefill upper layers compute the
+last R alone. X residual streams, E window entries and F slots, stored and new:
 
-    position             int64 [B, T]         place in the document, -1 for padding
-    embedding            [B, T, D]            input of the first layer
-    encoder/<l>/window   [B, E, C]            entries, key and value at once
-    encoder/<l>/latent   [B, G, C]            in a layer with its own bank: new latents of this call, before rotation,
-                                              from which entries and index keys are made
-    encoder/<l>/bank     [B, F, C]            its entries, stored and new
-    encoder/<l>/top_k    int64 [B, R, K]      slots that the layer reads, from its own selection or not, -1 for none
-    encoder/<l>/weights  [B, R, H, W + K + 1] attention: window from old to new, selected slots, sink; rows sum to 1
-    stage/<s>/top_k      int64 [B, R, K]      slots that the stage reads: its layer's, or its own selection
-    stage/<s>/weights    [B, R, H, W + K + 1] as in the encoder
-    stage/<s>/increment  [B, R, D]            the stage's addition to r
-    state/e, state/z     [B, R, D]            the encoder's output, and the writer's combination of it with r
-    state/entries        [B, E, C]            the entries that all decoder layers read
-    decoder/streams      [B, R, X, D]         the residual streams that enter the decoder
-    decoder/start        [B, R, D]            their read-out for its first site, unless that has its own
-    decoder/<l>/weights  [B, R, H, M + 1]     attention: the last M entries from old to new, sink
-    hidden               [B, R, D]            output of the last layer, before the final norm
+    position             place in the document, -1 for padding
+    embedding, hidden    input of the first layer, output of the last, before the final norm
+    state/e, state/z     the encoder's output, and the writer's combination of it with the stages' increments
+    state/entries        [B, E, C] the entries that all decoder layers read
 
-The baseline's decoder layers have the taps of encoder layers. A writer, a state reader or a retriever may have more
-taps. The layers of comparators are all in the decoder, except for the first half of YOCO:
+In each layer, `encoder/<l>/...` and `decoder/<l>/...`:
 
-    decoder/<l>/weights  [B, R, H, F]         attention to F tokens, stored and new; 0 for invisible tokens
-    decoder/<l>/state    [B, H, C, C]         the state of a recurrent layer after the call (in gsm_recurrent
-                                              encoder/<l>/state); [B, H, M, 2 C] for M slots
-                                              (key and value, concatenated); [B, H, C + 2, C] in Mamba-3, with the last
-                                              token's key and value in the last two rows
-    decoder/<l>/compressed/weights            NSA, [B, R, H, F]: attention to F compressed blocks,
-    decoder/<l>/selected/weights              to all tokens, in the selected blocks,
-    decoder/<l>/window/weights                and to window entries
-    encoder/<l>/...                           YOCO: the same taps
+    stream               [B, T, D] what the attention reads, before its norm: the residual stream. With several streams
+                         their read-out, and a replacement changes only what is read here
+    stream/between       [B, R, D] the same before the feed-forward
+    stream/after         [B, R, D] the same behind the layer, where the next layer or the head reads
+    streams, streams/between    [B, T, X, D] the residual streams themselves, where there are several
+    attention, feed_forward     [B, R, D] what both add to the stream
+    query                [B, R, H, C] queries before rotation; in a recurrence what reads the state
+    heads                [B, R, H, C] output of each head, before the output projection
+    weights              [B, R, H, ...] attention: window from old to new, selected slots, sink; or the last M entries,
+                         sink; or F tokens. Rows sum to 1
+    window               [B, E, C] entries, key and value at once
+    latent, bank         [B, G, C], [B, F, C] of a layer with its own bank: new latents of this call, before rotation,
+                         from which entries and index keys are made; and its entries, stored and new
+    top_k                int64 [B, R, K] slots that the layer reads, from its own selection or not, -1 for none
+    key, value           [B, F, G, C] of G separate key heads, keys rotated; what a recurrence writes, [B, T, H, C]
+    state                [B, H, C, C] of a recurrence, after the call; [B, H, M, 2 C] for M slots, key and value side by
+                         side; [B, H, C + 2, C] in Mamba-3, with the last token's key and value in the last two rows
+
+In each stage, `stage/<s>/...`: `query`, `top_k`, `weights` and `heads` as in a layer, and `increment`, [B, R, D], its
+addition to r. NSA has keys, values and weights of three branches, `compressed/key`, ... A part of one's own may have
+more taps.
 
 The design follows the named probes of facebookresearch/lingua. In addition, recordings nest, patterns select taps, taps
 can be replaced, and taps vanish under `torch.compile`.
@@ -50,14 +49,19 @@ can be replaced, and taps vanish under `torch.compile`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from gsm.models.base import LanguageModel
 
 # Ids of the recordings and patches of the whole process: a compiled graph can read this list, but no context variable.
 _listening: list[int] = []
@@ -134,9 +138,13 @@ def record(*patterns: str, detach: bool = True) -> Iterator[Recording]:
 
     A compiled model is compiled again for a recording, with a graph break at every tap. A model compiled with
     `fullgraph=True` raises an error: record from the model before `torch.compile`.
+
+    Raises:
+        KeyError: at exit, if models were called and no tap matched; the error names the closest taps of these calls.
     """
     with _listener(Recording(patterns, detach)) as seen:
         yield seen
+    _require_match(seen)
 
 
 @contextmanager
@@ -178,7 +186,7 @@ def patch(
         TypeError: at entry, if `model` is no language model, such as the result of `torch.compile`.
         ValueError: in the call, if the function returns anything else, or slots that a row may not see; at exit, if
             models were called, but never `model`.
-        KeyError: at exit, if models were called and no tap matched; the error lists the taps of these calls.
+        KeyError: at exit, if models were called and no tap matched; the error names the closest taps of these calls.
     """
     if model is not None and not isinstance(model, Observable):
         raise TypeError(
@@ -191,33 +199,69 @@ def patch(
         raise ValueError(
             "model must be one that was called, got calls of others alone; without model= every model is patched"
         )
-    if active.taps and not any(map(active.matches, active.taps)):
-        taps = ", ".join(sorted(active.taps))
-        raise KeyError(f"no tap named {' or '.join(map(repr, patterns))} in these calls; they have: {taps}")
+    _require_match(active)
+
+
+def taps(model: LanguageModel) -> Taps:
+    """Return shape and dtype of all taps of a model, by name, from a call of 16 tokens without a memory.
+
+    Shapes follow the call: 16 new positions, one sequence. A notebook shows them as a table.
+    """
+    tokens = torch.zeros(1, 16, dtype=torch.int64, device=next(model.parameters()).device)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), model.evaluating(), record() as seen:
+        model(tokens)
+    return Taps.of(seen)
+
+
+class Taps(dict[str, tuple[tuple[int, ...], torch.dtype]]):
+    """Shapes and dtypes of taps, by name; printed as a table."""
+
+    @classmethod
+    def of(cls, seen: Mapping[str, Tensor]) -> Taps:
+        """Return those of recorded tensors."""
+        return cls({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in seen.items()})
+
+    def __repr__(self) -> str:
+        width = max(map(len, self), default=0)
+        lines = [f"{name:<{width}}  {list(shape)!s:<20}  {_plain(dtype)}" for name, (shape, dtype) in self.items()]
+        return "\n".join(lines) or "no taps"
 
 
 class Recording(dict[str, Tensor]):
-    """The result of a recording: name -> last tensor of that name; `all(name)` -> all of them, in order."""
+    """The result of a recording: name -> last tensor of that name; `all(name)` -> all of them, in order.
+
+    Attributes:
+        taps: names of all taps of the recorded calls, whether they were recorded or not.
+    """
 
     def __init__(self, patterns: tuple[str, ...] = (), detach: bool = True) -> None:
         super().__init__()
         self.patterns = patterns
         self.detach = detach
+        self.taps: set[str] = set()
         self._history: dict[str, list[Tensor]] = {}
 
     def all(self, name: str) -> list[Tensor]:
         """Return every tensor recorded under this name, in order. Raises KeyError, listing the recorded names."""
         return self._history[name] if name in self._history else self.__missing__(name)
 
-    def wants(self, name: str) -> bool:
+    def matches(self, name: str) -> bool:
         return not self.patterns or _matches(name, self.patterns)
+
+    def wants(self, name: str) -> bool:
+        self.taps.add(name)
+        return self.matches(name)
 
     def add(self, name: str, tensor: Tensor) -> None:
         self[name] = tensor.detach().clone() if self.detach else tensor
         self._history.setdefault(name, []).append(self[name])
 
     def __missing__(self, name: str):
-        raise KeyError(f"no tap named {name!r} was recorded; recorded: {', '.join(sorted(self)) or 'nothing'}")
+        recorded = f"closest: {_closest(name, self)}" if self else "nothing was"
+        raise KeyError(f"no tap named {name!r} was recorded; {recorded}")
+
+    def __repr__(self) -> str:
+        return f"Recording of {len(self)} taps: {textwrap.shorten(', '.join(self), 100, placeholder=' ...')}"
 
 
 class Patch:
@@ -272,8 +316,24 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
+def _require_match(listener: Recording | Patch) -> None:
+    """Raise KeyError if there were calls, and none of their taps matched."""
+    if listener.taps and not any(map(listener.matches, listener.taps)):
+        names = " or ".join(map(repr, listener.patterns))
+        close = _closest(listener.patterns[0], listener.taps)
+        raise KeyError(f"no tap named {names} in these calls; closest: {close}. gsm.taps(model) lists all")
+
+
+def _closest(name: str, names: Iterable[str]) -> str:
+    return ", ".join(get_close_matches(name, sorted(names), n=5, cutoff=0))
+
+
 def _describe(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
+    return f"{_plain(tensor.dtype)} {list(tensor.shape)} on {tensor.device}"
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @torch.compiler.disable(reason="a tap is recorded outside of the compiled graph")

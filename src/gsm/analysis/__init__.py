@@ -14,3 +14,22 @@
 Every function takes a model and tokens and gives tensors or small dataclasses; none needs Lightning or Hydra. The
 notebooks 02 to 08 use these functions.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType
+
+_MODULES = tuple(module.name for module in iter_modules(__path__))
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import a module of this package at its first use."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'gsm.analysis' has no attribute {name!r}; it offers {', '.join(_MODULES)}")
+    return import_module(f"gsm.analysis.{name}")
+
+
+def __dir__() -> list[str]:
+    return list(_MODULES)

@@ -51,8 +51,14 @@ def without_entries(model: GSM, removed_BT: Tensor, *, start: bool = True) -> It
     with ExitStack() as stack:
         stack.enter_context(patch(parts(model), remove_entries, model))
         if start:
-            stack.enter_context(patch(("decoder/streams", "decoder/start"), remove_starts, model))
+            stack.enter_context(patch(starts(model), remove_starts, model))
         yield
+
+
+def starts(model: GSM) -> tuple[str, str]:
+    """Return the names of the taps of what the decoder starts from: its streams, and what its first site reads."""
+    first = next(iter(model.decoder)).name
+    return f"{first}/streams", f"{first}/stream"
 
 
 def without_state(model: GSM) -> AbstractContextManager[None]:

@@ -155,6 +155,9 @@ class Memory:
         """Tokens read so far, padding included."""
         return self.ledger.used
 
+    def __repr__(self) -> str:
+        return f"Memory(batch={self.batch}, used={self.used}, capacity={self.capacity})"
+
     def layout(self) -> tuple[tuple, ...]:
         """Return kind, size, width and dtype of every store. A memory fits all models with the same layout."""
         return tuple(_stores(self))

@@ -7,6 +7,7 @@ import copy
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,8 @@ def load_model(
     saved = read_checkpoint(path)
     model = model_of(saved, path, directories, overrides)
     load_sound_weights(model, saved, path)
+    if saved.get("tokenizer"):
+        model._read_tokenizer = partial(tokenizer_of, {"tokenizer": saved["tokenizer"]}, path)
     return model.to(device).eval()
 
 

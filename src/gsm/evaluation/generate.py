@@ -81,7 +81,7 @@ def pieces(
 ) -> Iterator[str]:
     """Yield the new text in whole characters; ends with the model's end of text. Raises ConfigError."""
     decoder = tokenizer.stream()
-    ids = tokenizer.encode(prompt) or [tokenizer.end_of_text]
+    ids = model.encode(prompt)
     capacity = len(ids) + max_new_tokens - 1
     with _room(model, capacity), refusals("generate.py"):
         engine = Engine(model, capacity=capacity)

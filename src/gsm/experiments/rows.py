@@ -25,6 +25,11 @@ The yamls of a config group, each with its opening comment:
 
     <!-- yamls: model/mixer -->
     <!-- end -->
+
+What can be recorded in a model (`gsm.taps`):
+
+    <!-- taps: size=pico gsm -->
+    <!-- end -->
 """
 
 from __future__ import annotations
@@ -65,7 +70,7 @@ LOCAL = ("logs=", "jobs=", *(f"{key}=null" for key in SEVERAL))  # where a run l
 ABOVE = re.compile(r"^start_from=/.*/(?=logs/)")  # the machine's part of the path of a checkpoint
 BITS, SUMS = "/bits_per_byte", "/by_document"  # of an evaluation: its number, and nats and bytes of every document
 MARKED = re.compile(
-    r"(<!-- (?P<kind>rows|costs|yamls): (?P<words>[^\n]+?) -->)\n(?P<body>.*?)(<!-- end -->)", re.DOTALL
+    r"(<!-- (?P<kind>rows|costs|yamls|taps): (?P<words>[^\n]+?) -->)\n(?P<body>.*?)(<!-- end -->)", re.DOTALL
 )
 BY_LENGTH = re.compile(r"(?P<run>[^/]+)/(?P<quantity>[a-z_]+)/(?P<length>\d+)")  # of an evaluation by length
 CHANGE = re.compile(r"ln\((?P<after>[^\s:]+):(?P<before>[^\s:]+)\)")
@@ -233,7 +238,8 @@ def tables(page: str, folder: Path = RESULTS, logs: Path | None = None) -> str:
 
     def replaced(match: re.Match[str]) -> str:
         kind, words = match["kind"], match["words"]
-        made = costs(words) if kind == "costs" else yamls(words) if kind == "yamls" else table(words, folder, logs)
+        others = {"costs": costs, "yamls": yamls, "taps": names}
+        made = others[kind](words) if kind in others else table(words, folder, logs)
         return f"{match[1]}\n{made}\n\n<!-- end -->"
 
     return MARKED.sub(replaced, page)
@@ -353,6 +359,24 @@ def yamls(group: str) -> str:
             grid.append([f"`{name}`", *(text.replace("|", "\\|") for text in texts)])
     columns = 3 if any(time for _, _, time in grid[2:]) else 2
     return "\n".join(f"| {' | '.join(cells[:columns])} |" for cells in grid)
+
+
+def names(words: str) -> str:
+    """Return the Markdown of a marker of taps: name, numbers of the layers or stages that have it, and of the last its
+    shape, in a call of 16 tokens, and dtype."""
+    from gsm.config.load import build_model
+    from gsm.observe import taps
+
+    size, name = words.split()
+    numbers: dict[str, list[str]] = {}
+    ends: dict[str, list[str]] = {}
+    for tap, (shape, dtype) in taps(build_model(name, overrides=[size])).items():
+        numbered = re.fullmatch(r"(?P<place>encoder|decoder|stage)/(?P<number>\d+)/(?P<rest>.+)", tap)
+        place = f"{numbered['place']}/<n>/{numbered['rest']}" if numbered else tap
+        numbers.setdefault(place, []).extend([numbered["number"]] if numbered else [])
+        ends[place] = [str(list(shape)), str(dtype).removeprefix("torch.")]
+    grid = [[f"`{place}`", ", ".join(numbers[place]), *ends[place]] for place in numbers]
+    return grid_markdown([["tap", "n", "shape", "dtype"], *grid])
 
 
 def picture(words: str, page: Path, folder: Path = RESULTS, logs: Path | None = None) -> None:

@@ -51,6 +51,9 @@ class Page:
     facts: Facts
     height: int = 760
 
+    def __repr__(self) -> str:
+        return f"Page({len(self.facts.token_T)} tokens, {len(self.html) / 1e3:.0f} kB)"
+
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the file atomically, and return its path."""
         write_whole(path, self.html.encode())
@@ -64,7 +67,7 @@ class Page:
 
 def explore(
     model: LanguageModel,
-    tokens: Tensor | Sequence[int],
+    tokens: str | Tensor | Sequence[int],
     named: Tokenizer | Task | None = None,
     *,
     documents: Tensor | None = None,
@@ -77,18 +80,20 @@ def explore(
 
     Args:
         model: a GSM.
-        tokens: int64 [T].
-        named: the tokenizer of a text, or the task of a sequence, to name the tokens; None: plain numbers.
+        tokens: a text that the model's tokenizer encodes, or int64 [T].
+        named: the tokenizer of a text, or the task of a sequence, to name the tokens; None: the model's tokenizer, or
+            plain numbers if it has none.
         documents: int64 [T], contiguous runs of equal ids; None: one document.
         targets: int64 [T], target of each row, -100 for none; None: the next token, or the answers to the questions of
             a needle or recall task.
         about: facts for the top of the page, by name.
 
     Raises:
-        ValueError: the model has no shared state, there are too few or too many tokens, or documents or targets have
-            another length.
+        ValueError: the model has no shared state, or no tokenizer for a text; there are too few or too many tokens; or
+            documents or targets have another length.
     """
-    token_T = torch.as_tensor(tokens).long().cpu()
+    named = model.tokenizer if named is None else named
+    token_T = torch.as_tensor(model.encode(tokens) if isinstance(tokens, str) else tokens).long().cpu()
     if token_T.dim() != 1:
         raise ValueError(f"tokens must be one sequence, [T], got the shape {list(token_T.shape)}; use tokens[0]")
     questions = questions_of(named, token_T)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gsm.data.recall import Alphabet, Task
 from gsm.data.tokenizer import Tokenizer
+from gsm.models.base import LanguageModel
 from gsm.models.checks import IGNORED
 
 # One letter for each way to show a token.
@@ -38,6 +39,31 @@ class Question:
     key: int
     needle: int
     row: int
+
+
+def tokens(named: LanguageModel | Tokenizer | Task | None, source: str | Tensor | Sequence[int]) -> list[str]:
+    """Return the text of every token, e.g. for the axis of a figure.
+
+        gsm.tokens(model, "def f(x):")                    # ["def", " f", "(", "x", "):"]
+        gsm.tokens(data.task, token_T)                    # ["K8", "V3", "12", ...]
+
+    Args:
+        named: names the tokens: a model with a tokenizer, a tokenizer, or a synthetic task; None, or a model without a
+            tokenizer: plain numbers.
+        source: a text, or the ids of a sequence, [T]. A character of several tokens is at the last of them; the others
+            are empty.
+
+    Raises:
+        ValueError: a text, and no tokenizer.
+    """
+    namer = named.tokenizer if isinstance(named, LanguageModel) else named
+    if not isinstance(source, str):
+        ids = source.tolist() if isinstance(source, Tensor) else list(source)
+    elif isinstance(namer, Tokenizer):
+        ids = namer.encode(source)
+    else:
+        raise ValueError(f"source must be ids, as nothing here has a tokenizer, got {source!r:.40}")
+    return [word.text for word in words_of(namer, ids)]
 
 
 def words_of(named: Tokenizer | Task | None, ids: Sequence[int]) -> list[Word]:

@@ -12,8 +12,9 @@ from gsm.layers.convolution import ShortConvolution
 from gsm.layers.costs import LayerCost, ProductCost, declared_cost, products
 from gsm.layers.feed_forward import Balance, FeedForward
 from gsm.layers.norm import RMSNorm
-from gsm.layers.residual import Residual, Streams, entering, entering_cost
+from gsm.layers.residual import Residual, Streams, entering, entering_cost, with_read_out
 from gsm.layers.rope import Rope
+from gsm.observe import tap
 from gsm.span import Span
 from gsm_kernels import IndexerLoss
 
@@ -95,6 +96,10 @@ class MixerGeometry(Protocol):
         ...
 
 
+# Taps of what a site reads and of its streams, before the attention and before the feed-forward.
+ENTERING, BETWEEN = ("stream", "streams"), ("stream/between", "streams/between")
+
+
 class Block(nn.Module):
     """An attention site followed by a feed-forward site. Each reads the streams and writes its output back.
 
@@ -107,6 +112,7 @@ class Block(nn.Module):
         attention: a sequence mixer.
         feed_forward: called with ``dim``; maps each row independently.
         residual: called with ``dim``, once for each site.
+        name: prefix of its taps, that of its mixer: ``encoder/3``.
         convolution: tokens that the convolution before the feed-forward sees; 1: no convolution.
     """
 
@@ -117,9 +123,11 @@ class Block(nn.Module):
         *,
         feed_forward: Callable[[int], FeedForward],
         residual: Callable[[int], Residual],
+        name: str,
         convolution: int = 1,
     ):
         super().__init__()
+        self.name = name
         self.attention_residual = residual(dim)
         self.attention_norm = RMSNorm(dim)
         self.attention = attention
@@ -144,20 +152,34 @@ class Block(nn.Module):
         """Map the streams of T positions to those at the last ``span.rows``; for 0 rows, only update the mixer's
         cache."""
         mixer, window = (cache, None) if self.convolution is None else (cache.mixer, cache.convolution)
-        layer_input_BTD, balance = entering(self.attention_residual, streams), None
+        streams, layer_input_BTD = self.entered(self.attention_residual, streams, ENTERING)
         update_BRD, out = self.attention(self.attention_norm(layer_input_BTD), span, mixer, below)
+        balance = None
         if not span.rows:
             streams = streams.last_rows(0)
         else:
-            streams = self.attention_residual.leave(streams, update_BRD)
-            x_BRD = self.feed_forward_norm(entering(self.feed_forward_residual, streams))
+            streams = self.attention_residual.leave(streams, tap((self, "attention"), update_BRD))
+            streams, x_BRD = self.entered(self.feed_forward_residual, streams, BETWEEN)
+            x_BRD = self.feed_forward_norm(x_BRD)
             if self.convolution is not None and window is not None:
                 x_BRD, window = self.convolution.added(x_BRD, window, span.row_position_BR)
             fed = self.feed_forward(x_BRD, span.row_position_BR)
-            streams, balance = self.feed_forward_residual.leave(streams, fed.update_BRD), fed.balance
+            update_BRD, balance = tap((self, "feed_forward"), fed.update_BRD), fed.balance
+            streams = self.feed_forward_residual.leave(streams, update_BRD)
+            streams = with_read_out(streams, tap((self, "stream/after"), streams.mixed_BTD))
         after = out.cache if window is None else ConvolvedCache(out.cache, window)
         ends = {"layer_input_BTD": layer_input_BTD, "layer_output_BRD": streams.mixed_BTD}
         return streams, out._replace(cache=after, balance=balance, **ends)
+
+    def entered(self, site: Residual, streams: Streams, names: tuple[str, str]) -> tuple[Streams, Tensor]:
+        """Return the streams before a site and the site's input, [B, T, D], both as their taps leave them."""
+        if site.streams == 1:
+            streams = with_read_out(streams, tap((self, names[0]), streams.mixed_BTD))
+            return streams, entering(site, streams)
+        value_BTXD = tap((self, names[1]), streams.value_BTXD)
+        if value_BTXD is not streams.value_BTXD:
+            streams = streams._replace(value_BTXD=value_BTXD)
+        return streams, tap((self, names[0]), entering(site, streams))
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
         """Return the cost of mixer, feed-forward and both sites. Raises ValueError for a part without a known cost."""

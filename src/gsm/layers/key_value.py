@@ -15,7 +15,8 @@ from gsm.cache.slots import Slots
 from gsm.layers.attend_blocks import attend_blocks
 from gsm.layers.costs import LayerCost, ProductCost, Store, attention, products
 from gsm.layers.linear import Linear
-from gsm.layers.projections import OutputProjection, Query, Shape
+from gsm.layers.multi_head import MultiHead
+from gsm.layers.projections import Shape
 from gsm.layers.rope import Angles, Rope
 from gsm.observe import tap
 from gsm.shapes import last_rows, promoted
@@ -121,8 +122,8 @@ class KeyValue(nn.Module):
         return LayerCost(per_token={"keys and values": products(self)}, stores=(store,))
 
 
-class RangeAttention(nn.Module):
-    """Query and output projection of an attention to a history.
+class RangeAttention(MultiHead):
+    """Attention to a history.
 
     Args:
         shape: shared widths.
@@ -131,19 +132,21 @@ class RangeAttention(nn.Module):
     """
 
     def __init__(self, shape: Shape, *, rope: Rope, name: str):
-        super().__init__()
-        self.rope, self.name = rope, name
-        self.query = Query(shape.dim, shape, rope.query_scale)
-        self.output = OutputProjection(shape)
+        super().__init__(shape.dim, shape, rope=rope, name=name)
 
     def read(self, x_BRD: Tensor, history: History, angles: Angles, down_BRQ: Tensor | None = None) -> Tensor:
         """Return the output of the attention to a history, [B, R, D]; ``down_BRQ`` as in ``Query``."""
-        query_BRHC, _ = self.query(x_BRD, down_BRQ)
-        return self.output(self.attend(rotate(query_BRHC, *angles), history, "weights"))
+        query_BRHC, _ = self.ask(x_BRD, down_BRQ)
+        return self.project(self.attend(rotate(query_BRHC, *angles), history))
 
-    def attend(self, query_BRHC: Tensor, history: History, name: str) -> Tensor:
-        """Return the mixture of values for rotated queries, [B, R, H, C]; the weights have the tap ``name``."""
-        replaced_BRHF = tap((self, name), lambda: range_weights(query_BRHC, history))
+    def attend(self, query_BRHC: Tensor, history: History, branch: str = "") -> Tensor:
+        """Return the mixture of values for rotated queries, [B, R, H, C]; the names of the taps begin with
+        ``branch``."""
+        key_BFGC = tap((self, branch + "key"), history.key_BFGC)
+        value_BFGC = tap((self, branch + "value"), history.value_BFGC)
+        if key_BFGC is not history.key_BFGC or value_BFGC is not history.value_BFGC:
+            history = replace(history, key_BFGC=key_BFGC, value_BFGC=value_BFGC)
+        replaced_BRHF = tap((self, branch + "weights"), lambda: range_weights(query_BRHC, history))
         if replaced_BRHF is not None:
             return range_mixture(replaced_BRHF, history).type_as(query_BRHC)
         entries, ranges = (history.key_BFGC, history.value_BFGC), (history.first_BR, history.last_BR)

@@ -15,7 +15,8 @@ from torch.nn.functional import pad
 from gsm.layers.attended import Attended
 from gsm.layers.costs import AttentionCost, ProductCost, attention, products
 from gsm.layers.indexer_training import KL, IndexerTraining
-from gsm.layers.projections import OutputProjection, Query, Shape
+from gsm.layers.multi_head import MultiHead
+from gsm.layers.projections import Shape
 from gsm.layers.rope import Angles, Rope
 from gsm.layers.search import Selection
 from gsm.observe import Name, tap
@@ -25,7 +26,7 @@ from gsm_kernels import IndexerLoss, attend, attend_band, rotate
 from gsm_kernels.device import full_precision
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(MultiHead):
     """Query, sink and output projection of one attention (the paper's Query, Attn and Output).
 
     Args:
@@ -47,19 +48,17 @@ class LatentAttention(nn.Module):
         name: str,
         indexer_training: IndexerTraining | None = None,
     ):
-        super().__init__()
-        self.window_size, self.rope, self.name = window, rope, name
+        super().__init__(dim_in, shape, rope=rope, name=name)
+        self.window_size = window
         self.indexer_training = indexer_training or KL()
-        self.query = Query(dim_in, shape, rope.query_scale)
         self.sink = nn.Parameter(torch.zeros(shape.heads))
-        self.output = OutputProjection(shape)
 
     def read(self, query_BRHC: Tensor, attended: Attended, position_BR: Tensor, angles: Angles) -> Tensor:
         """Attend with one softmax over window and selected slots, with the sink in the denominator; then project the
         output, [B, R, D]."""
         entry_BFC = None if attended.bank is None else attended.bank.entry_BFC
         selected = (entry_BFC, attended.chosen_BRK, attended.bias_BRK)
-        return self.output(self.mix_entries(query_BRHC, attended.window_BEC, position_BR, angles, *selected))
+        return self.project(self.mix_entries(query_BRHC, attended.window_BEC, position_BR, angles, *selected))
 
     def mix_entries(
         self,

@@ -100,17 +100,17 @@ class NSA(RangeAttention):
         recent_BEU, recent = cache.blocks.pending.extend(entry_BTU)
         compressed, blocks = self.compress(recent_BEU, span, replace(cache.blocks, pending=recent))
         x_BRD = last_rows(x_BTD, span.rows)
-        query_BRHC = rotate(self.query(x_BRD)[0], *angles.last_rows(span.rows))
+        query_BRHC = rotate(self.ask(x_BRD)[0], *angles.last_rows(span.rows))
         chosen_BRGN = choose_blocks(query_BRHC, compressed, span.row_position_BR, self.block, self.blocks)
         history = self.key_value.history(seen_BFU, slots, span)
         selected = replace(history, chosen_BRGN=chosen_BRGN, block=self.block)
         window = self.key_value.recent(recent_BEU, self.window, span)
         gates = self.gate(x_BRD).sigmoid().unflatten(-1, (len(BRANCHES), -1, 1)).unbind(2)
         out = [
-            gate_BRH1 * self.attend(query_BRHC, seen, f"{branch}/weights")
+            gate_BRH1 * self.attend(query_BRHC, seen, f"{branch}/")
             for branch, seen, gate_BRH1 in zip(BRANCHES, (compressed, selected, window), gates, strict=True)
         ]
-        return self.output(out[0] + out[1] + out[2]), LayerOutput(BlockCache(tokens, blocks))
+        return self.project(out[0] + out[1] + out[2]), LayerOutput(BlockCache(tokens, blocks))
 
     def compress(self, recent_BEU: Tensor, span: Span, cache: BankCache) -> tuple[History, BankCache]:
         """Return the compressed blocks as the rows see them, including the blocks that this call finishes."""

@@ -91,16 +91,16 @@ class Recurrence(nn.Module, ABC):
         query_BTC, key_BTC, value_BTC = mixed_BTC.split(self.channels, dim=-1)
         empty_BHRC = promoted(x_BTD.new_zeros(len(x_BTD), self.heads, *self.state_shape))
         out_BTHC, state_BHRC = self.recur(
-            self.query_feature(self.split(query_BTC)),
-            self.feature(self.split(key_BTC)),
-            self.split(self.activate(value_BTC)),
+            tap((self, "query"), self.query_feature(self.split(query_BTC))),
+            tap((self, "key"), self.feature(self.split(key_BTC))),
+            tap((self, "value"), self.split(self.activate(value_BTC))),
             x_BTD,
             span.position_BT,
             cache.state.resume(empty_BHRC),
         )
         state, out_BTHC = cache.state.keep(tap((self, "state"), state_BHRC), out_BTHC)
         out_BRHC = self.gated(self.normed(last_rows(out_BTHC, span.rows)), last_rows(x_BTD, span.rows))
-        update_BRD = self.output(out_BRHC.flatten(-2))
+        update_BRD = self.output(tap((self, "heads"), out_BRHC).flatten(-2))
         return update_BRD, LayerOutput(RecurrentCache(window, state))
 
     def recur(

@@ -67,6 +67,16 @@ def entering(site: Residual, streams: Streams) -> Tensor:
     return streams.mixed_BTD if enter is None else enter(streams)
 
 
+def with_read_out(streams: Streams, mixed_BTD: Tensor) -> Streams:
+    """Return the streams with another read-out, which is the stream itself if there is only one."""
+    if mixed_BTD is streams.mixed_BTD:
+        return streams
+    if streams.value_BTXD.shape[2] > 1:
+        return streams._replace(mixed_BTD=mixed_BTD)
+    value_BTXD = mixed_BTD[:, :, None]
+    return Streams(value_BTXD, value_BTXD[:, :, 0])  # as ``Plain`` leaves them: gradients add up in the same order
+
+
 def entering_cost(site: Residual) -> ProductCost:
     """Return the cost per position of the site's ``enter``; zero if it has none."""
     return declared_cost(site, "enter_products") if hasattr(site, "enter") else ProductCost()

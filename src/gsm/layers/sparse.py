@@ -116,7 +116,7 @@ class SparseAttention(LatentAttention):
         window_BEC = tap((self, "window"), window_BEC)
         bank, bank_cache = self.publish(x_BTD, span, cache.bank)
         x_BRD, position_BR, angles = last_rows(x_BTD, span.rows), span.row_position_BR, angles.last_rows(span.rows)
-        query_BRHC, latent_BRQ = self.query(x_BRD, down_BRQ)
+        query_BRHC, latent_BRQ = self.ask(x_BRD, down_BRQ)
         attended = self.look(window_BEC, bank, below, span.rows)
         selection = self.select(latent_BRQ, x_BRD, angles, attended).tapped((self, "top_k"), attended.bank)
         attended = self.choose(attended, selection)

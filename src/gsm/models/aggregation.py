@@ -85,7 +85,7 @@ class Stage(LatentAttention):
         selection, cache = self.retriever(x_BRU, attended, span.position_BT, angles, cache)
         selection = selection.tapped((self, "top_k"), attended.bank)
         attended = self.choose(attended, selection)
-        query_BRHC, _ = self.query(x_BRU)
+        query_BRHC, _ = self.ask(x_BRU)
         indexer_loss = self.indexer_loss(query_BRHC, selection, attended, span, angles)
         increment_BRD = self.read(query_BRHC, attended, span.position_BT, angles)
         return tap((self, "increment"), increment_BRD), cache, indexer_loss

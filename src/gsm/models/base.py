@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,7 +36,7 @@ from gsm.layers.linear import Linear, draw, side_by_side
 from gsm.layers.norm import RMSNorm
 from gsm.models.balancing import layers_with_experts, report_balance
 from gsm.models.checks import IGNORED, check_call, check_memory, check_room, check_shape, whole_number
-from gsm.models.prompts import Prompt, as_batch
+from gsm.models.prompts import Ids, Prompt, as_batch, is_text
 from gsm.models.report import ParameterReport, count_parameters
 from gsm.models.sampling import check_sampling, continuation
 from gsm.models.schedule import Schedule
@@ -43,6 +44,9 @@ from gsm.observe import Observable, called, tap
 from gsm.shapes import lowered
 from gsm.span import Span, document_positions, following_positions
 from gsm_kernels import IndexerLoss, linear_cross_entropy
+
+if TYPE_CHECKING:
+    from gsm.data.tokenizer import Tokenizer
 
 _switching = threading.Lock()
 # For each model: number of open ``evaluating`` blocks in all threads, and the modules that were in training mode.
@@ -77,6 +81,11 @@ class Output:
     balances: list[Balance] = field(default_factory=list)
     modes: tuple[bool, bool, torch.dtype] | None = None
     head_column: Tensor | None = None
+
+    def __repr__(self) -> str:
+        loss = [] if self.loss is None else [f"loss={float(self.loss.detach()):.4f}"]
+        memory = [] if self.memory is None else [f"memory={self.memory}"]
+        return f"Output({', '.join([f'hidden_BRD={list(self.hidden_BRD.shape)}', *loss, *memory])})"
 
     @property
     def load_LE(self) -> Tensor | None:
@@ -165,6 +174,32 @@ class LanguageModel(nn.Module, ABC, Observable):
         self.register_load_state_dict_post_hook(_tie)
         self._layouts: dict[torch.dtype, tuple[tuple, ...]] = {}
         self._training_memory: dict[str, Any] | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._read_tokenizer: Callable[[], Tokenizer] | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that the checkpoint holds; None: it holds none, or the model is of no checkpoint.
+
+        It is read at the first use. Any other can be set: ``model.tokenizer = gsm.load_tokenizer("nano")``.
+        """
+        if self._tokenizer is None and self._read_tokenizer is not None:
+            self._tokenizer = self._read_tokenizer()
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer, self._read_tokenizer = tokenizer, None
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text that the model reads; of an empty one, the end of text, after which a document
+        begins. Raises ValueError if the model has no tokenizer."""
+        if self.tokenizer is None:
+            raise ValueError(
+                f"prompt must be ids, as the model has no tokenizer, got {text!r:.40}. Set model.tokenizer, or take a "
+                "model of text from gsm.load_model"
+            )
+        return self.tokenizer.encode(text) or [self.tokenizer.end_of_text]
 
     @property
     def reach(self) -> int | None:
@@ -227,7 +262,7 @@ class LanguageModel(nn.Module, ABC, Observable):
 
     def forward(
         self,
-        tokens: Tensor,
+        tokens: Tensor | str,
         documents: Tensor | None = None,
         targets: Tensor | None = None,
         memory: Memory | None = None,
@@ -236,7 +271,7 @@ class LanguageModel(nn.Module, ABC, Observable):
         """Run the model: training, prefill, a chunk of a prompt, or decoding.
 
         Args:
-            tokens: int64 [B, T].
+            tokens: int64 [B, T], or a text, which ``tokenizer`` encodes as one sequence.
             documents: int [B, T], contiguous runs of equal ids, -1 for padding; they may differ between sequences.
                 Default: one document, or with a memory the continuation of its last document.
             targets: int64 [B, T], already shifted, -100 for positions that do not count.
@@ -249,6 +284,8 @@ class LanguageModel(nn.Module, ABC, Observable):
         Raises:
             ValueError: naming field, value and limit.
         """
+        if isinstance(tokens, str):
+            tokens = torch.tensor([self.encode(tokens)], device=self.embedding.weight.device)
         check_call(self.vocabulary, tokens, documents, targets, rows, has_memory=memory is not None)
         if memory is not None:
             check_memory(memory, self._layout(), tokens, rows)
@@ -325,7 +362,8 @@ class LanguageModel(nn.Module, ABC, Observable):
         end at the start of the last chunk. Call the model itself if you need gradients.
 
         Args:
-            prompt: int64 [B, T] or [T], or a sequence of B prompts of any lengths, each the beginning of a document.
+            prompt: int64 [B, T] or [T], a text, or a sequence of B prompts of any lengths, each the beginning of a
+                document.
             memory: the memory that ``start`` or an earlier call returned; a fresh one for prompts of different lengths.
             chunk: tokens per call.
             documents: as in ``forward``; only for a tensor [B, T].
@@ -334,7 +372,7 @@ class LanguageModel(nn.Module, ABC, Observable):
             ValueError: as ``forward``. If the memory has no room for the whole prompt, nothing is read.
         """
         chunk = whole_number("chunk", chunk)
-        tokens, padding = as_batch(prompt, self.embedding.weight.device)
+        tokens, padding = as_batch(prompt, self.embedding.weight.device, self.encode)
         if padding is not None and (documents is not None or memory.used):
             raise ValueError(
                 "documents must be left out, and memory fresh, with prompts of different lengths, as each of them "
@@ -365,15 +403,34 @@ class LanguageModel(nn.Module, ABC, Observable):
         assert out is not None
         return replace(out, memory=memory)
 
-    def generate(self, prompt: Prompt, max_new_tokens: int = 64, temperature: float = 0.0, **options) -> Tensor:
-        """Return new token ids [B, max_new_tokens] after a prompt; arguments and errors as in ``stream``.
+    @overload
+    def generate(self, prompt: str, max_new_tokens: int = 64, temperature: float = 0.0, **options) -> str: ...
+    @overload
+    def generate(
+        self, prompt: list[str], max_new_tokens: int = 64, temperature: float = 0.0, **options
+    ) -> list[str]: ...
+    @overload
+    def generate(
+        self, prompt: Ids | Sequence[Ids], max_new_tokens: int = 64, temperature: float = 0.0, **options
+    ) -> Tensor: ...
+    def generate(
+        self, prompt: Prompt, max_new_tokens: int = 64, temperature: float = 0.0, **options
+    ) -> Tensor | str | list[str]:
+        """Return new token ids [B, max_new_tokens] after a prompt, or new text after a text; arguments and errors as in
+        ``stream``.
 
-        The default memory is static because the final length is known: equally fast on a CPU, and a GPU never waits.
-        ``capacity`` selects another one.
+        A text stops at the model's end of text. The default memory is static because the final length is known: equally
+        fast on a CPU, and a GPU never waits. ``capacity`` selects another one.
         """
-        tokens, _ = as_batch(prompt, self.embedding.weight.device)
+        tokens, _ = as_batch(prompt, self.embedding.weight.device, self.encode)
         options.setdefault("capacity", tokens.shape[1] + whole_number("max_new_tokens", max_new_tokens) - 1)
-        return torch.stack(list(self.stream(prompt, max_new_tokens, temperature, **options)), dim=1)
+        new_BN = torch.stack(list(self.stream(prompt, max_new_tokens, temperature, **options)), dim=1)
+        if not is_text(prompt):
+            return new_BN
+        assert self.tokenizer is not None  # it has encoded the prompt
+        end = self.tokenizer.end_of_text
+        texts = [self.tokenizer.decode(takewhile(lambda token: token != end, ids)) for ids in new_BN.tolist()]
+        return texts[0] if isinstance(prompt, str) else texts
 
     @torch.no_grad()
     def stream(
@@ -390,7 +447,7 @@ class LanguageModel(nn.Module, ABC, Observable):
         """Yield one new id per sequence, [B], at a time.
 
         Args:
-            prompt: int64 [B, T] or [T], or a sequence of B prompts of any lengths; not empty.
+            prompt: int64 [B, T] or [T], a text, or a sequence of B prompts of any lengths; not empty.
             max_new_tokens: number of new ids per sequence.
             temperature: 0 takes the likeliest token, else logits are divided by it and sampled.
             top_p: sample from the smallest set of likeliest tokens that holds this probability.
@@ -401,7 +458,7 @@ class LanguageModel(nn.Module, ABC, Observable):
         Raises:
             ValueError: as ``forward``; for max_new_tokens below 1, or a capacity below prompt and new tokens.
         """
-        tokens, documents = as_batch(prompt, self.embedding.weight.device)
+        tokens, documents = as_batch(prompt, self.embedding.weight.device, self.encode)
         check_sampling(temperature, top_p, generator, self.embedding.weight.device)
         check_room(capacity, tokens.shape[1], max_new_tokens)
         with self.evaluating():

@@ -71,6 +71,7 @@ class Baseline(LanguageModel):
         shape, rope = geometry.shape(), geometry.bank_rope()
         blocks = []
         for layer, role in enumerate(decoder_roles(geometry), geometry.encoder_layers + 1):
+            name = f"decoder/{layer}"
             attention = SparseAttention(
                 shape,
                 role,
@@ -78,11 +79,11 @@ class Baseline(LanguageModel):
                 top_k=geometry.top_k,
                 ratio=geometry.decoder_ratio,
                 rope=rope,
-                name=f"decoder/{layer}",
+                name=name,
                 pool_blocks=geometry.candidate_blocks if candidate_pool and role == "full" else None,
                 indexer_training=self.indexer_training,
             )
-            blocks.append(block(attention))
+            blocks.append(block(attention, name=name))
         self.decoder = Stack(blocks, recompute=recompute)
         self.indexer_training.freeze_untrained(self)
 

@@ -69,13 +69,11 @@ class DecoderOnly(ParameterMatched):
         within(1, 1024, feed_forward_convolution=feed_forward_convolution)
         super().__init__(geometry, partial(DecoderOnly, mixers=mixers, layers=layers), heads, query_rank)
         block = block_of(geometry, feed_forward=feed_forward, residual=residual)
-        blocks = [
-            block(
-                mixers[name](self.shape, geometry=geometry, name=f"decoder/{layer}"),
-                convolution=feed_forward_convolution,
-            )
-            for layer, name in enumerate(names, 1)
-        ]
+        blocks = []
+        for layer, mixer in enumerate(names, 1):
+            name = f"decoder/{layer}"
+            attention = mixers[mixer](self.shape, geometry=geometry, name=name)
+            blocks.append(block(attention, name=name, convolution=feed_forward_convolution))
         self.decoder = Stack(blocks, recompute=recompute)
 
     @property

@@ -35,6 +35,7 @@ def build_encoder(
     window_rope, bank_rope = geometry.window_rope(), geometry.bank_rope()
     blocks = []
     for layer, role in enumerate(geometry.encoder_roles(), 1):
+        name = f"encoder/{layer}"
         mixer = encoder_layer.layer(
             shape,
             role,
@@ -43,9 +44,9 @@ def build_encoder(
             top_k=geometry.top_k,
             ratio=geometry.encoder_ratio,
             rope=window_rope if role == "window" else bank_rope,
-            name=f"encoder/{layer}",
+            name=name,
             reads_bank=reads_bank,
             indexer_training=indexer_training,
         )
-        blocks.append(block(mixer, convolution=encoder_layer.feed_forward_convolution))
+        blocks.append(block(mixer, name=name, convolution=encoder_layer.feed_forward_convolution))
     return Stack(blocks, recompute=recompute)

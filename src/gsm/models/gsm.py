@@ -136,6 +136,7 @@ class GSM(LanguageModel):
         check_writer(self.writer, layers)
         blocks: list[Block] = []
         for layer in range(1, geometry.decoder_layers + 1):
+            name = f"decoder/{geometry.encoder_layers + layer}"
             attention = reader.layer(
                 shape,
                 layer=layer,
@@ -143,9 +144,9 @@ class GSM(LanguageModel):
                 state_size=self.state_size,
                 slots=self.writer.slots,
                 rope=rope,
-                name=f"decoder/{geometry.encoder_layers + layer}",
+                name=name,
             )
-            blocks.append(block(attention))
+            blocks.append(block(attention, name=name))
         self.decoder_start = decoder_start or State()
         self.decoder = Stack(blocks, recompute=recompute)
         self.indexer_training.freeze_untrained(self)
@@ -175,7 +176,6 @@ class GSM(LanguageModel):
         )
         span = span.last_rows(rows.decoder_input).cut()
         streams = self.decoder_start(streams.last_rows(rows.decoder_input), last_rows(z_BRD, rows.decoder_input))
-        streams = Streams(tap("decoder/streams", streams.value_BTXD), tap("decoder/start", streams.mixed_BTD))
         streams, decoded = self.decoder(streams, span, rows.decoder, memory.decoder, state)
         after = replace(
             memory,

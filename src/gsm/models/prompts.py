@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 Ids = Tensor | Sequence[int]  # token ids of one sequence
-Prompt = Ids | Sequence[Ids]  # one sequence, a batch as a tensor [B, T], or a list of sequences
+# A text or ids: one sequence, a batch as a tensor [B, T], or a list of sequences.
+Prompt = str | Ids | Sequence[str] | Sequence[Ids]
 
 
 def left_pad(prompts: Sequence[Ids], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
@@ -39,12 +40,22 @@ def left_pad(prompts: Sequence[Ids], device: torch.device | str = "cpu") -> tupl
     return pad_sequence(rows, True, 0, "left"), pad_sequence(documents, True, -1, "left")
 
 
-def as_batch(prompt: Prompt, device: torch.device) -> tuple[Tensor, Tensor | None]:
+def is_text(prompt: Prompt) -> bool:
+    """Return whether a prompt is a text or several."""
+    return isinstance(prompt, str) or isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], str)
+
+
+def as_batch(
+    prompt: Prompt, device: torch.device, encode: Callable[[str], list[int]] | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Return tokens [B, T] and documents of a prompt in any form; documents are None if nothing was padded.
 
-    A prompt is a tensor [B, T] or [T], a sequence of ids, or a sequence of prompts of any lengths. Raises ValueError as
-    ``left_pad`` does, and for anything without ids.
+    A prompt is a tensor [B, T] or [T], a sequence of ids, or a sequence of prompts of any lengths. With ``encode``,
+    from text to ids, it may be a text, or a sequence of texts. Raises ValueError as ``left_pad`` does, and for anything
+    without ids.
     """
+    if encode is not None and is_text(prompt):
+        prompt = [encode(text) for text in ([prompt] if isinstance(prompt, str) else prompt)]  # pyright: ignore[reportArgumentType]
     if isinstance(prompt, Tensor) and prompt.is_meta and device.type != "meta":
         raise ValueError("prompt must have values, got a tensor on the meta device")
     try:

@@ -137,7 +137,8 @@ SELECTIVE, LOSSES = _saving(SAVED), _saving(SAVED_ALWAYS)
 def block_of(
     geometry: Geometry, *, feed_forward: Callable[[int, int], FeedForward], residual: Callable[[int], Residual]
 ) -> Callable[..., Block]:
-    """Return a function that wraps a mixer into a block of the geometry's widths, with the options of ``Block``.
+    """Return a function that wraps a mixer into a block of the geometry's widths; it takes ``name`` and the options of
+    ``Block``.
 
     Args:
         geometry: defines model width and hidden width.

@@ -75,17 +75,17 @@ class YOCO(ParameterMatched):
         super().__init__(geometry, make, heads, query_rank)
         shape = self.shape
         block = block_of(geometry, feed_forward=feed_forward, residual=residual)
-        below = range(1, geometry.encoder_layers + 1)
+        below = [f"encoder/{layer}" for layer in range(1, geometry.encoder_layers + 1)]
         self.encoder = Stack(
-            [block(self_decoder(shape, geometry=geometry, name=f"encoder/{layer}")) for layer in below],
+            [block(self_decoder(shape, geometry=geometry, name=name), name=name) for name in below],
             recompute=recompute,
         )
         self.cache_norm = RMSNorm(geometry.dim)
         self.key_value = KeyValue(shape, key_value_heads)
         self.rope = geometry.bank_rope()
-        cross = range(geometry.encoder_layers + 1, geometry.depth + 1)
+        cross = [f"decoder/{layer}" for layer in range(geometry.encoder_layers + 1, geometry.depth + 1)]
         self.decoder = Stack(
-            [block(CrossAttention(shape, geometry=geometry, name=f"decoder/{layer}")) for layer in cross],
+            [block(CrossAttention(shape, geometry=geometry, name=name), name=name) for name in cross],
             recompute=recompute,
         )
 

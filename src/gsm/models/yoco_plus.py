@@ -67,12 +67,13 @@ class YOCOPlus(ParameterMatched):
         super().__init__(geometry, make, heads, query_rank)
         block = block_of(geometry, feed_forward=feed_forward, residual=residual)
         mixer = partial(ResidualAttention, self.shape, geometry=geometry, key_value_heads=key_value_heads, scale=scale)
-        below, above = range(1, geometry.encoder_layers + 1), range(geometry.encoder_layers + 1, geometry.depth + 1)
+        below = [f"encoder/{layer}" for layer in range(1, geometry.encoder_layers + 1)]
         self.encoder = Stack(
-            [block(mixer(name=f"encoder/{layer}", first=layer == 1)) for layer in below], recompute=recompute
+            [block(mixer(name=name, first=name == below[0]), name=name) for name in below], recompute=recompute
         )
+        above = [f"decoder/{layer}" for layer in range(geometry.encoder_layers + 1, geometry.depth + 1)]
         self.decoder = Stack(
-            [block(CrossAttention(self.shape, geometry=geometry, name=f"decoder/{layer}")) for layer in above],
+            [block(CrossAttention(self.shape, geometry=geometry, name=name), name=name) for name in above],
             recompute=recompute,
         )
 

@@ -53,9 +53,9 @@ class StateAttention(LatentAttention):
     def forward(self, x_BTD: Tensor, span: Span, cache: Any, below: SharedState) -> tuple[Tensor, LayerOutput]:
         """Read the state, ``below``, for the last R of T positions, and pass it on."""
         angles = self.rope.at(span, x_BTD.dtype).last_rows(span.rows)
-        query_BRHC, _ = self.query(last_rows(x_BTD, span.rows))
+        query_BRHC, _ = self.ask(last_rows(x_BTD, span.rows))
         mixed_BRHC = self.mix(query_BRHC, below, span.row_position_BR, angles)
-        return self.output(mixed_BRHC), LayerOutput(cache, below)
+        return self.project(mixed_BRHC), LayerOutput(cache, below)
 
     def mix(self, query_BRHC: Tensor, state: SharedState, position_BR: Tensor, angles: Angles) -> Tensor:
         """Return the attention output on the state, [B, R, H, C]; arguments as in ``attend``."""

@@ -12,6 +12,7 @@ from gsm.layers.attended import SharedState
 from gsm.layers.block import LayerOutput
 from gsm.layers.costs import LayerCost, Store, products
 from gsm.layers.projections import Entry, Shape
+from gsm.observe import tap
 from gsm.shapes import last_rows
 from gsm.slots.state_reader.base import StateAttention, StateReader
 from gsm.span import Span
@@ -62,7 +63,8 @@ class WindowedStateAttention(StateAttention):
         """Write the entries of all T positions; attend for the last R of them."""
         angles = self.rope.at(span, x_BTD.dtype)
         own_BFC, cache = cache.extend(self.window(x_BTD, angles))
-        query_BRHC, _ = self.query(last_rows(x_BTD, span.rows))
+        own_BFC = tap((self, "window"), own_BFC)
+        query_BRHC, _ = self.ask(last_rows(x_BTD, span.rows))
         position_BR = span.row_position_BR
         stored, rows = own_BFC.shape[1], span.rows
         back_K = torch.arange(self.own_size - 1, -1, -1, device=position_BR.device)
@@ -70,7 +72,7 @@ class WindowedStateAttention(StateAttention):
         chosen_BRK = place_RK.where(back_K <= position_BR[..., None], -1)
         state_BEC = below.parts[self.part]
         mixed_BRHC = self.attend(query_BRHC, state_BEC, position_BR, angles.last_rows(rows), own_BFC, chosen_BRK)
-        return self.output(mixed_BRHC), LayerOutput(cache, below)
+        return self.project(mixed_BRHC), LayerOutput(cache, below)
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
         """Return the cost of the state and of the layer's own window."""
