@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import records
 from short_runs import folder_of
@@ -22,7 +23,7 @@ from gsm.config.check import ConfigError
 from gsm.experiments import rows
 from gsm.experiments.compare import compare, write
 from gsm.experiments.table import read_runs, summarise
-from gsm.plots import png
+from gsm.plots import pixels, png
 from gsm.training.callbacks.metrics_file import MetricsFile, read_metrics
 from gsm.training.folder import held
 
@@ -54,6 +55,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     figures: list[Any] = []
     monkeypatch.setattr(plots, "png", lambda figure, *_: [figures.append(figure), b"a picture"][1])
     monkeypatch.setattr(plots, "svg", lambda figure, name: "<svg></svg>")
+    monkeypatch.setattr(plots, "pixels", lambda figure: np.zeros((2, 2, 3), np.uint8))
     return figures
 
 
@@ -382,7 +384,7 @@ def test_a_curve_is_the_mean_of_what_all_seeds_have_in_a_band(float64: None):
 def test_a_logarithmic_axis_has_numbers_also_below_a_decade(values: tuple[float, float]):
     pytest.importorskip("matplotlib")
     figure = plots.quantities({"seconds": {"a": [dict(zip((96, 384), values, strict=True))]}})
-    plots.pixels(figure)
+    pixels(figure)
     (axes,) = figure.axes
     low, high = axes.get_ylim()
     words = [tick.label1.get_text() for tick in axes.yaxis.get_major_ticks() if low <= float(tick.get_loc()) <= high]

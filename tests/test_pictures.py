@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def trained(
     sizes = Sizes()
     run.trainer.callbacks.append(sizes)
     run.trainer.fit(run.task, datamodule=run.data)
-    of_pictures = ("val/overlap_sample/", "val/state/")
+    of_pictures = ("val/overlap_sample/", "val/state/", "val/without_")
     others = {name: values for name, values in logged(folder).items() if not name.startswith(of_pictures)}
     return run.model.state_dict(), others, sizes.seen
 
@@ -90,8 +91,30 @@ def test_a_model_that_draws_random_numbers_does_not_draw_others_for_it(config: d
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     run.model.train()
     pictures._look(run.trainer, run.task)
+    pictures._lost(run.trainer, run.task, run.model)
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
     assert run.model.training
+
+
+def test_a_part_is_worth_the_loss_that_is_added_without_it(config: dict[str, Any]):
+    run = assemble(config)
+    callback, token_BT = Pictures(), random_tokens(2, 32)
+    documents = torch.tensor([[0] * 32, [0] * 20 + [1] * 12])
+    targets = torch.where(torch.arange(32) % 3 == 0, token_BT.roll(-1, 1), -100)
+    callback._batch = {"tokens": token_BT, "documents": documents, "targets": targets}
+    found = callback._lost(run.trainer, run.task, run.model)
+    assert list(found) == ["without_state", "without_stage1", "without_stage2"]
+    run.model.eval()
+    with torch.no_grad():
+        whole = run.model(token_BT, documents=documents, targets=targets).loss
+        with gsm.patch("state/entries", torch.zeros_like):
+            without_state = run.model(token_BT, documents=documents, targets=targets).loss
+        with gsm.patch("stage/2/increment", torch.zeros_like):
+            without_stage = run.model(token_BT, documents=documents, targets=targets).loss
+    assert found["without_state"] == pytest.approx(float(without_state - whole), abs=1e-5) and without_state != whole
+    assert found["without_stage2"] == pytest.approx(float(without_stage - whole), abs=1e-5) and without_stage != whole
+    callback._batch["targets"] = torch.full_like(targets, -100)
+    assert all(math.isnan(value) for value in callback._lost(run.trainer, run.task, run.model).values())
 
 
 @pytest.mark.parametrize(("every", "steps"), [(1, [2, 4, 6]), (3, [2, 6]), (100, [2])])
@@ -229,6 +252,9 @@ def test_without_matplotlib_a_run_says_so_once_and_logs_the_numbers(
     trained(config, tmp_path)
     assert capsys.readouterr().err.count("there will be no pictures: pictures need matplotlib: pip install") == 1
     assert "val/state/share/stage2" in (tmp_path / "metrics.jsonl").read_text()
+    with np.load(tmp_path / pictures.FILE) as read:
+        assert read["decoder_reads"].shape == (len(read["layers"]), len(read["back"]) + 1)
+        assert np.nansum(read["decoder_reads"], axis=1) == pytest.approx(1, abs=1e-5)
 
 
 def test_of_a_state_far_larger_than_a_sequence_what_exists_is_drawn():

@@ -18,6 +18,7 @@ from tensorboard.backend import application
 from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.data_ingester import LocalDataIngester
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.summary.writer import event_file_writer
 from test_train_cli import arguments
 from werkzeug.test import Client
@@ -26,9 +27,18 @@ from gsm.config.compose import compose
 from gsm.evaluation.held_out import WHOLE, HeldOut
 from gsm.evaluation.records import mean
 from gsm.training.callbacks import tensorboard
-from gsm.training.callbacks.tensorboard import COLUMNS, FIRST, LAYOUT, METRICS, TensorBoard, charts
+from gsm.training.callbacks.tensorboard import (
+    COLUMNS,
+    FIRST,
+    LAYOUT,
+    METRICS,
+    Hyperparameters,
+    TensorBoard,
+    charts,
+    records,
+)
 from gsm.training.report import BOARD
-from gsm.training.run import train
+from gsm.training.run import differing, train
 
 RUNS = {
     "gsm": ["model/retriever=separate_indexer"],
@@ -40,9 +50,9 @@ RUNS = {
 LACKS = {  # the metrics that a model has nothing to measure of, besides the accuracy, which text has not
     "gsm": set(),
     "no_stages": {"val/overlap/mean"},
-    "baseline": {"val/overlap/mean"},
-    "transformer": {"val/overlap/mean", "train/indexer_recall"},
-    "gated_delta_net": {"val/overlap/mean", "train/indexer_recall"},
+    "baseline": {"val/overlap/mean", "val/without_state"},
+    "transformer": {"val/overlap/mean", "val/without_state", "train/indexer_recall"},
+    "gated_delta_net": {"val/overlap/mean", "val/without_state", "train/indexer_recall"},
 }
 QUICK = ["trainer.max_steps=1", "trainer.log_every_n_steps=1", "ngrams=false", "sample=false", "model/residual=plain"]
 
@@ -123,6 +133,28 @@ def test_the_table_opens_on_arm_and_seed(server: Client):
     assert set(columns[: len(FIRST)]) == set(FIRST)
     metrics = [info["name"]["tag"] for info in ask(server, "hparams/experiment", {"experimentName": ""})["metricInfos"]]
     assert metrics[0] == "val/bits_per_byte"
+
+
+def test_the_columns_of_an_experiment_are_those_in_which_its_arms_differ(tmp_path: Path):
+    described = {"arms": {"plain": ["model/residual=plain"], "wide": ["+model/residual=mhc", "model.extra=3"]}}
+    (tmp_path / "experiment.json").write_text(json.dumps(described))
+    config = {"arm": "wide", "seed": 1, "folder": str(tmp_path / "wide"), "model": {"extra": 3}}
+    assert differing(config) == ["model/residual", "model.extra"]
+    assert differing({**config, "arm": "alone"}) == []
+    written = Hyperparameters({**config, "choices": {"model/residual": "mhc"}}, 10, differing(config))
+    assert (written.values["residual"], written.values["model.extra"]) == ("mhc", 3)
+    (columns, _, _) = records(written.values, written.differing)
+    content = HParamsPluginData.FromString(columns.value[0].metadata.plugin_data.content)
+    shown = [info.name for info in content.experiment.hparam_infos]
+    assert shown == ["arm", "seed", "parameters", "residual", "model.extra"]
+
+
+def test_a_run_says_how_it_was_started_and_what_opens_it(server: Client, logs: Path):
+    for run in ask(server, "text/tags"):
+        (text,) = ask(server, f"text/text?run={run}&tag=run/text_summary")
+        assert f"gsm.load_model(&quot;{logs / run}" in text["text"] or f'gsm.load_model("{logs / run}' in text["text"]
+        assert ("explore" in text["text"]) == (arm_of(run) in ("gsm", "no_stages"))
+        assert f"arm={arm_of(run)}" in text["text"]
 
 
 def test_metrics_are_those_of_the_summaries_and_missing_where_nothing_was_measured(server: Client, logs: Path):
@@ -225,13 +257,16 @@ def test_charts_put_the_curves_of_all_runs_together_and_none_is_empty(server: Cl
     for name, of in drawn.items():
         assert any(of.values()), f"{name} is empty"
     for run in runs:
-        assert drawn["loss in training and held out (nats per token)"][run] == {"train/loss", "val/loss"}
+        assert drawn["loss in training (nats per token)"][run] == {"train/loss"}
+        assert drawn["held-out loss (nats per token)"][run] == {"val/loss"}
         assert drawn["tokens per second"][run] == {"train/tokens_per_second"}
     recall = drawn["recall by layer and stage"]
     assert {f"train/indexer_recall/stage{s}" for s in (1, 2)} < recall["gsm"]
     assert recall["baseline"] and not recall["transformer"]
     overlap = drawn["overlap with the encoder, of a few sequences"]
     assert overlap["gsm"] == {"val/overlap_sample/stage1", "val/overlap_sample/stage2"}
+    without = drawn["loss added without a stage (nats per token)"]
+    assert without["gsm"] == {"val/without_stage1", "val/without_stage2"} and not without["no_stages"]
     assert {run for run, of in drawn["effective rank of the state"].items() if of} == {"gsm", "no_stages"}
 
 

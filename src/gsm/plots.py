@@ -188,10 +188,9 @@ def curves(axes: Axes, arms: Mapping[str, Sequence[Mapping[Any, float]]], x: str
     """
     chosen, names = styles(arms), named(arms)
     for arm, seeds in arms.items():
-        steps = sorted(set.intersection(*(set(seed) for seed in seeds))) if seeds else []
+        steps, values = together(seeds)
         if not steps:
             continue
-        values = [[seed[step] for seed in seeds] for step in steps]
         means, style = [statistics.fmean(column) for column in values], chosen[arm]
         how: dict[str, Any] = {"color": style.colour, "linestyle": style.line, "linewidth": 1.4, "markersize": 4}
         axes.plot(steps, means, label=names[arm], marker=style.marker if len(steps) <= FEW else None, **how)
@@ -200,6 +199,12 @@ def curves(axes: Axes, arms: Mapping[str, Sequence[Mapping[Any, float]]], x: str
                 steps, list(map(min, values)), list(map(max, values)), color=style.colour, alpha=0.18, linewidth=0
             )
     finish(axes, x, y, **_beside(names))
+
+
+def together(seeds: Sequence[Mapping[Any, float]]) -> tuple[list[Any], list[list[float]]]:
+    """Return the common steps of all seeds, in order, and the seeds' values at each."""
+    steps = sorted(set.intersection(*(set(seed) for seed in seeds))) if seeds else []
+    return steps, [[seed[step] for seed in seeds] for step in steps]
 
 
 def bands(axes: Axes, arms: Mapping[str, Mapping[int, tuple[float, float, float]]], x: str, y: str) -> None:

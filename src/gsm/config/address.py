@@ -19,6 +19,7 @@ from gsm.files import DAMAGED
 
 DIGITS = 8
 CONFIG = "config.yaml"  # in the folder of a run: its configuration
+CONTENTS = "experiment.json"  # in an experiment's folder: its arms in their order, and the columns of its table
 TUNING = "tuning"  # in an experiment's folder: the runs that choose its values
 
 

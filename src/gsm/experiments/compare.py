@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gsm import plots
+from gsm.config.address import CONTENTS
 from gsm.config.check import ConfigError, few, flat, unknown, unlike
 from gsm.config.command_line import listed, path_text
 from gsm.experiments import rows
+from gsm.experiments.board import board_lines, write_board
+from gsm.experiments.curves import ByArm, Curves, minus_first, read_curves
 from gsm.experiments.page import Picture, Report
+from gsm.experiments.states import states
 from gsm.experiments.table import (
-    CONTENTS,
     FOOTNOTE,
     USUAL,
     RunSummary,
@@ -37,8 +40,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 AXES = {"step": "optimizer step", "tokens": "tokens trained on"}
-ByArm = Mapping[str, Sequence[RunSummary]]
-Curves = dict[str, list[dict[float, float]]]  # arm -> for each of its runs, values by step or by tokens
 PANELS = 4  # largest number of columns in a picture of final values
 
 
@@ -97,7 +98,7 @@ def compare(
     table = replace(table, tuned=_tuned(table.runs))
     notes = [sentence for place in places if (sentence := damage(place / CONTENTS))]
     notes += [*unfinished(places), *apart(table.runs)]
-    print("\n".join([table.text(), "", *table.verdicts(), FOOTNOTE, *table.meanings(), *notes, ""]))
+    print("\n".join([table.text(), "", *table.verdicts(), *table.baselines(), FOOTNOTE, *table.meanings(), *notes, ""]))
     place = Path(output or (places[0] if len(places) == 1 else os.path.commonpath(places)))
     print("\n".join(write(table, place, places, notes=notes, metric=metric, axis=axis, x=x, y=y)))
     for folder in places if publish else []:
@@ -201,26 +202,25 @@ def write(
         OSError: a file cannot be written; the error names it.
     """
     by_arm = {row.arm: [run for run in table.runs if run.arm == row.arm] for row in table.rows}
-    learned = _curves(by_arm, metric, axis)
-    metric, curves = next(iter(learned.items()))
+    curves = read_curves(by_arm, axis)
+    learned = {name: curves.get(name, {}) for name in _chosen(curves, metric)}
+    metric = next(iter(learned))
     points = {arm: _points(runs, x, y) for arm, runs in by_arm.items()} if x else {}
-    drawn: dict[str, Picture] = {}
+    drawn: dict[str, Figure] = {}
     missing = ""
     try:
-        shown = {name: arms for name, arms in learned.items() if any(arms.values())}
-        if shown:
-            figure, panels = plots.figure(len(shown), height=3.2, width=5.2)
-            for axes, (name, arms) in zip(panels, shown.items(), strict=True):
-                plots.curves(axes, arms, AXES[axis], plots.label(name))
-            drawn["curves"] = _picture(figure, "curves")
+        drawn |= _learning(learned, AXES[axis])
         drawn |= _panels(table, by_arm)
+        drawn |= states(by_arm, curves)
         if x:
             figure, (axes,) = plots.figure(height=3.2, width=5.2)
             plots.against(axes, points, plots.label(x), plots.label(y))
-            drawn[f"{y}_by_{x}"] = _picture(figure, "pair")
+            drawn[f"{y}_by_{x}"] = figure
     except ImportError as error:  # matplotlib is an extra; the numbers do not need it
         missing = str(error)
-    pictures = {f"{stem}_{name}.png": picture for name, picture in drawn.items()}
+    pictures = {
+        f"{stem}_{name}.png": Picture(plots.png(figure), plots.svg(figure, name)) for name, figure in drawn.items()
+    }
     runs = [run for each in folders for run in read_runs(each)]
     report = Report(folder, folders, table, notes, pictures, missing, runs, _states(folders))
     contents = {
@@ -232,22 +232,39 @@ def write(
     for name, content in contents.items():
         write_whole(folder / name, content)
     write_whole(folder / f"{stem}.html", report.html().encode())  # last: the others need no files beside the runs
+    opened = []
+    if len(folders) == 1:
+        by_step = curves if axis == "step" else read_curves(by_arm)
+        write_board(folder, by_step, stem, report.text(), drawn)
+        opened = board_lines(folder, by_step)
     sentences = [missing] if missing else []
-    bare = [arm for arm, found in curves.items() if by_arm[arm] and not found]
-    if bare and len(bare) < len(curves):
+    bare = [arm for arm, found in learned[metric].items() if by_arm[arm] and not found]
+    if bare and len(bare) < len(learned[metric]):
         sentences.append(f"not in the learning curves, as they lack {metric} by {axis}: {', '.join(bare)}")
     bare = [arm for arm, (across, _) in points.items() if by_arm[arm] and not across]
     if bare:
         sentences.append(f"not in the picture of {y} against {x}, as they lack one of the two: {', '.join(bare)}")
     sentences.append(f"written to {path_text(folder)}: {', '.join([f'{stem}.md, .csv, .json', *pictures])}")
-    return [*sentences, f"all on one page, for a browser: {path_text(folder / f'{stem}.html')}"]
+    return [*sentences, f"all on one page, for a browser: {path_text(folder / f'{stem}.html')}", *opened]
 
 
-def _picture(figure: Figure, name: str) -> Picture:
-    return Picture(plots.png(figure), plots.svg(figure, name))
+def _learning(learned: Mapping[str, Curves], across: str) -> Iterator[tuple[str, Figure]]:
+    """Yield the picture with a panel for each metric, and one for the first metric as differences from the first
+    arm."""
+    panels = {plots.label(name): arms for name, arms in learned.items() if any(arms.values())}
+    for name, arms in [*learned.items()][:1]:
+        if arms and any((apart := minus_first(arms)).values()):
+            panels[f"{plots.label(name)}\nminus {next(iter(arms))}, paired"] = apart
+    if panels:
+        figure, places = plots.figure(len(panels), height=3.2, width=4.6)
+        for axes, (name, arms) in zip(places, panels.items(), strict=True):
+            plots.curves(axes, {arm: list(runs.values()) for arm, runs in arms.items()}, across, name)
+            if name not in map(plots.label, learned):
+                axes.axhline(0, color="#888888", linewidth=1)
+        yield "curves", figure
 
 
-def _panels(table: Table, by_arm: ByArm) -> Iterator[tuple[str, Picture]]:
+def _panels(table: Table, by_arm: ByArm) -> Iterator[tuple[str, Figure]]:
     """Yield the pictures with a panel for each column of the table, and for each task with several test lengths."""
     known = [column for column in table.columns if column not in table.empty_columns()][:PANELS]
     if known and table.runs:
@@ -257,18 +274,18 @@ def _panels(table: Table, by_arm: ByArm) -> Iterator[tuple[str, Picture]]:
             plots.seeds(axes, {arm: _numbers(runs, column) for arm, runs in by_arm.items()}, plots.label(column))
         for axes in panels[1:]:
             axes.tick_params(labelleft=False)  # the arms are those of the first panel
-        yield "values", _picture(figure, "values")
+        yield "values", figure
     tested = _tested(by_arm, "by_length")
     if tested:
         columns = min(2, len(tested))
         figure, panels = plots.figure(columns, width=3.8, height=2.6, rows=-(-len(tested) // columns))
         plots.lengths(panels, tested, "length of the word (letters)", "last state known (fraction)", top=1)
-        yield "lengths", _picture(figure, "lengths")
+        yield "lengths", figure
     loaded = _tested(by_arm, "by_load")
     if loaded:
         figure, panels = plots.figure(len(loaded), height=1.1 + 0.22 * len(by_arm), grid=False)
         plots.cells(panels, loaded, "load (needles, tokens, times told)", "answered (fraction)")
-        yield "loads", _picture(figure, "loads")
+        yield "loads", figure
 
 
 def _tested(by_arm: ByArm, key: str) -> dict[str, dict[str, list[dict[int, float]]]]:
@@ -281,33 +298,15 @@ def _tested(by_arm: ByArm, key: str) -> dict[str, dict[str, list[dict[int, float
     return tasks
 
 
-def _curves(by_arm: ByArm, metric: str, axis: str) -> dict[str, Curves]:
-    """Return the learning curves of every run, by arm, of this metric; without one, of validation and of training.
+def _chosen(curves: Mapping[str, Curves], metric: str) -> list[str]:
+    """Return this metric; without one, that of validation and that of training.
 
     Raises ConfigError.
     """
-    metrics = {  # for runs after one another, those of the first
-        run.folder: read_metrics(run.curves) for runs in by_arm.values() for run in runs
-    }
-    known = {name for values in metrics.values() for name in values}
-    if metric and metric not in known:
-        raise unknown("metric", metric, known, "metrics.jsonl")
-    held_out = "val/accuracy" if "val/accuracy" in known else "val/loss"
-    names = [metric] if metric else [held_out, *({"train/loss"} & known)]
-    return {
-        name: {
-            arm: [curve for run in runs if (curve := _curve(metrics[run.folder], name, axis))]
-            for arm, runs in by_arm.items()
-        }
-        for name in names
-    }
-
-
-def _curve(metrics: Mapping[str, Mapping[int, float]], name: str, axis: str) -> dict[float, float]:
-    """Return a metric of a run by step, or by the tokens until then."""
-    values = metrics.get(name, {})
-    across = metrics.get("train/tokens", {}) if axis == "tokens" else {step: step for step in values}
-    return {across[step]: value for step, value in values.items() if step in across}
+    if metric and metric not in curves:
+        raise unknown("metric", metric, curves, "metrics.jsonl")
+    held_out = "val/accuracy" if "val/accuracy" in curves else "val/loss"
+    return [metric] if metric else [held_out, *({"train/loss"} & curves.keys())]
 
 
 def _numbers(runs: Sequence[RunSummary], column: str) -> list[float]:

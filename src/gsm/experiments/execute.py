@@ -25,14 +25,14 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 
 from gsm import threads
-from gsm.config.address import TUNING
+from gsm.config.address import CONTENTS, TUNING
 from gsm.config.check import ConfigError
 from gsm.config.command_line import again, path_text
 from gsm.experiments.compare import apart, unfinished, write
 from gsm.experiments.entries import naming
 from gsm.experiments.jobs import Child, tail, work_off
 from gsm.experiments.runs import Experiment, Run, Trial, in_order
-from gsm.experiments.table import CONTENTS, FOOTNOTE, Table, list_trial, number_text, read_runs
+from gsm.experiments.table import FOOTNOTE, Table, list_trial, number_text, read_runs
 from gsm.experiments.tune import Tuning
 from gsm.files import write_json
 from gsm.signals import SIGNALS
@@ -258,7 +258,7 @@ def _report(experiment: Experiment, arms: Sequence[str], tuning: Tuning) -> Tabl
     notes = [*tuning.notes(), *_notes(experiment, table)]
     known = ", ".join(k for run in table.runs[:1] for k, value in run.summary.items() if isinstance(value, int | float))
     empty = [f"no run has a number '{name}' in its summary.json; there are {known}" for name in table.empty_columns()]
-    sentences = [*table.verdicts(), FOOTNOTE, *table.meanings(), *notes, *empty]
+    sentences = [*table.verdicts(), *table.baselines(), FOOTNOTE, *table.meanings(), *notes, *empty]
     print(f"\n{table.text()}\n\n{filled(sentences)}", flush=True)
     _conclude_evaluations(experiment, table)  # first, as the page has their tables too
     print(f"\n{filled(write(table, experiment.folder, [experiment.folder], 'results', notes))}", flush=True)

@@ -27,7 +27,7 @@ from gsm.experiments.table import FOOTNOTE, RunSummary, Table, configs, mapping,
 from gsm.files import read_json
 from gsm.tables import Grid
 from gsm.training.callbacks.progress import clock
-from gsm.training.report import kernels
+from gsm.training.report import has_state, kernels, opens
 
 TEMPLATE = Path(__file__).with_suffix(".html.jinja")
 PICTURES = (
@@ -75,12 +75,15 @@ class Report:
 
     def markdown(self) -> str:
         """Return tables, notes and pictures."""
-        parts = [f"# {self.title}", *(f"{verdict}." for verdict in self.table.verdicts())]
+        parts = [self.text(), *([PICTURES] if self.pictures else [])]
+        return "\n\n".join([*parts, *(f"![{_words(name)}]({name})" for name in self.pictures)]) + "\n"
+
+    def text(self) -> str:
+        """Return tables and notes, Markdown."""
+        parts = [f"# {self.title}", *(f"{sentence}." for sentence in (*self.table.verdicts(), *self.table.baselines()))]
         parts += [self.table.markdown().rstrip(), f"{FOOTNOTE[0].upper()}{FOOTNOTE[1:]}."]
         notes = [*self.table.meanings(), *self.notes]
-        parts += ["\n".join(f"* {note}" for note in notes)] if notes else []
-        parts += [PICTURES] if self.pictures else []
-        return "\n\n".join([*parts, *(f"![{_words(name)}]({name})" for name in self.pictures)]) + "\n"
+        return "\n\n".join([*parts, *(["\n".join(f"* {note}" for note in notes)] if notes else [])])
 
     def html(self) -> str:
         """Return the same with further facts from the runs' folders. The page loads nothing from anywhere."""
@@ -98,6 +101,7 @@ class Report:
             finished=sum(not state for state in self.states.values()),
             grids=self.table.grids(),
             verdicts=self.table.verdicts(),
+            baselines=self.table.baselines(),
             meanings=self.table.meanings(),
             footnote=f"{FOOTNOTE[0].upper()}{FOOTNOTE[1:]}.",
             pictures=[(_words(name), Markup(picture.svg)) for name, picture in self.pictures.items()],
@@ -168,7 +172,13 @@ class Report:
                 "took": clock(_seconds(run)) if run and _seconds(run) else "-",
                 "link": quote(self._relative(folder)) + "/",  # also the colon, so that no name becomes a scheme
                 "command": "\n".join(_commands(noted(folder))),
+                "opens": "\n".join(self._opens(run)) if run and run.finished else "",
             }
+
+    @staticmethod
+    def _opens(run: RunSummary) -> list[str]:
+        writes = mapping(run.summary.get("fingerprint")).get("tokenizer") is not None
+        return opens(run.folder, explored=has_state(run.summary), writes=writes)
 
     def _relative(self, folder: Path) -> str:
         return os.path.relpath(folder, self.place)

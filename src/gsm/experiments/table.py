@@ -16,14 +16,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gsm.config.address import CONFIG, noted, of_all_seeds
+from gsm.config.address import CONFIG, CONTENTS, noted, of_all_seeds
 from gsm.config.check import few
 from gsm.files import read_json
 from gsm.intervals import Cell, over_pairs, over_seeds
 from gsm.tables import WIDTH, Grid, grid_csv, grid_markdown, grid_text, number_text
 
 TRIALS = "trials.jsonl"  # the trials of an experiment, one in a line: arm, seed, and the folders of its runs by name
-CONTENTS = "experiment.json"  # the arms of an experiment in their order, and the columns of its table
 COLUMNS = ("bits_per_byte", "val_loss")
 USUAL = ("accuracy", *COLUMNS)  # of an experiment without table=: those that its runs have
 PROPERTIES = ("parameters", "learning_rate", "cache_bytes", "state_bytes")  # no seed of an arm changes them
@@ -31,6 +30,7 @@ FOOTNOTE = (
     "mean +- sample standard deviation over the seeds; of differences, mean and 95 % interval (paired Student's t) "
     "over the seeds that both arms have, from three on"
 )
+NGRAMS = {"unigram": "unigram", "bigram": "bigram", "five_gram": "5-gram"}  # <key>_bits_per_byte: name
 # The meanings of columns, and the better direction where it is the same for every experiment.
 MEANINGS = {
     "accuracy": "fraction of the held-out questions answered; higher is better",
@@ -172,6 +172,23 @@ class Table:
         verdicts = "; ".join(f"{verdict}: {', '.join(arms)}" for verdict, arms in groups.items())
         title = f"{column} ({direction})" if words else column
         return [f"{title}, beside {self.rows[0].arm}: {verdicts}"] if groups else []
+
+    def baselines(self) -> list[str]:
+        """Return a sentence on n-gram models of the same training tokens, beside bits per byte: of the first task."""
+        runs = [run for run in self.runs if run.task == self.runs[0].task]
+        means = {name: over_seeds(run.value(f"{name}_bits_per_byte") for run in runs).mean for name in NGRAMS}
+        known = {name: mean for name, mean in means.items() if mean is not None}
+        if not known or not {"bits_per_byte", "val_loss"} & set(self.columns):
+            return []
+        worse: dict[str, list[str]] = {}  # by the simplest of the models that are better
+        for row in self.rows:
+            own = over_seeds(run.value("bits_per_byte") for run in runs if run.arm == row.arm).mean
+            better = next((name for name, mean in known.items() if own is not None and own > mean), None)
+            if better:
+                worse.setdefault(NGRAMS[better], []).append(row.arm)
+        parts = [", ".join(f"{NGRAMS[name]} {number_text(mean)}" for name, mean in known.items())]
+        parts += [f"worse than the {name}: {', '.join(arms)}" for name, arms in worse.items()]
+        return [f"bits per byte of n-gram models of the same training tokens: {'; '.join(parts)}"]
 
     def meanings(self) -> list[str]:
         """Return a line for each column that needs one."""

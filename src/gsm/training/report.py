@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 from collections import Counter
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from gsm.models.base import LanguageModel
 
 # TensorBoard's address: a colour for each arm rather than for each run, and curves as they are. It fits in a line of a
-# terminal, which takes all of it for one link.
+# terminal.
 BOARD = "http://localhost:6006/?" + urlencode(
     {"runColorGroup": r"regex:(.*)-seed\d*(.*)-", "smoothing": 0}, safe=":/()*"
 )
@@ -85,10 +86,46 @@ def _next(folder: Path, facts: Mapping[str, Any], writes: bool) -> list[str]:
         commands.append(command("compare", path_text(folder.parent)))
     if writes:
         commands += [command("generate", checkpoint, "prompt=def "), command("evaluate", checkpoint)]
-    if "shared_state" in (facts["memory_bytes"] or {}) and has("explorer"):
-        text = ["text_file=README.md" if in_clone() else "text=def "] if writes else []
-        commands.append(command("explore", checkpoint, *text))
+    commands += opens(folder, explored=has_state(facts), writes=writes)[1:]
     return [f"  {line}" for line in commands]
+
+
+def has_state(facts: Mapping[str, Any]) -> bool:
+    """Return whether the model of a finished run has the shared state that the explorer shows."""
+    return "shared_state" in (facts.get("memory_bytes") or {})
+
+
+def opens(folder: Path, explored: bool, writes: bool = False) -> list[str]:
+    """Return the lines that open a run's model: in Python, and in the explorer, if it is one that this shows.
+
+    Args:
+        folder: of the run.
+        explored: whether the explorer shows such a model.
+        writes: whether it has a tokenizer; else the explorer takes a sequence of its task.
+    """
+    lines = [f'model = gsm.load_model("{path_text(folder)}")']
+    if explored and has("explorer"):
+        text = ["text_file=README.md" if in_clone() else "text=def "] if writes else []
+        lines.append(command("explore", f"checkpoint={path_text(folder)}", *text))
+    return lines
+
+
+def about(config: Mapping[str, Any], commit: str | None, explored: bool, writes: bool) -> str:
+    """Return a text about a run for the TEXT tab, Markdown: how it was started, and the lines that open its model."""
+    folder = Path(config["folder"])
+    rows = {
+        "command": command("train", *map(str, config["overrides"])),
+        "commit": commit or "unknown",
+        "checkpoint": path_text(folder / "checkpoints"),
+        **dict(zip(("in Python", "explorer"), opens(folder, explored, writes), strict=False)),
+    }
+    return "\n".join([f"**{folder.name}**", "", "| | |", "|---|---|", *(f"| {k} | `{v}` |" for k, v in rows.items())])
+
+
+def board(*tags: str) -> str:
+    """Return TensorBoard's address with these scalars on top."""
+    cards = [{"plugin": "scalars", "tag": tag} for tag in tags]
+    return f"{BOARD}&{urlencode({'pinnedCards': json.dumps(cards, separators=(',', ':'))}, safe=':/,')}"
 
 
 def sample(model: LanguageModel, data: DataModule, given: int = 32, new: int = 64) -> str:

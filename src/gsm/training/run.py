@@ -22,7 +22,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from gsm.analysis import overlap
-from gsm.config.address import CONFIG, address, address_of_all_seeds, decisive
+from gsm.config.address import CONFIG, CONTENTS, address, address_of_all_seeds, decisive
 from gsm.config.command_line import again, path_text
 from gsm.config.handed import hand_on, take_over
 from gsm.config.load import instantiate, instantiate_data, instantiate_model, load_weights, refusals
@@ -35,6 +35,7 @@ from gsm.evaluation.questions import MEASURES
 from gsm.files import read_json, write_json
 from gsm.layers.operations import OPS
 from gsm.models.base import LanguageModel
+from gsm.models.gsm import GSM
 from gsm.signals import PARENT
 from gsm.training import report, weights
 from gsm.training.callbacks import find
@@ -172,7 +173,8 @@ def assemble(
     )
     size = model.parameter_report().total
     callbacks: list[lightning.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue] # undeclared
-    callbacks.insert(callbacks.index(summary), Hyperparameters(config, size))
+    about = report.about(config, summary.facts["commit"], isinstance(model, GSM), data.tokenizer is not None)
+    callbacks.insert(callbacks.index(summary), Hyperparameters(config, size, differing(config), about))
     facts = {
         "experiment": config["name"],
         "arm": str(config["arm"]),
@@ -196,6 +198,15 @@ def assemble(
     # Ranks that Lightning starts, here or on other nodes, are connected only now.
     callbacks.append(LambdaCallback(setup=lambda trainer, task, stage: compare_ranks(parts)))
     return parts
+
+
+def differing(config: Mapping[str, Any]) -> list[str]:
+    """Return the keys in which the arms of a run's experiment differ, from the experiment's description; none for a run
+    that is no arm of one."""
+    arms = (read_json(Path(config["folder"]).parent / CONTENTS) or {}).get("arms")
+    arms = arms if isinstance(arms, Mapping) and config["arm"] in arms else {}
+    lines = (line for overrides in arms.values() if isinstance(overrides, list) for line in overrides)
+    return list(dict.fromkeys(str(line).partition("=")[0].lstrip("+~/") for line in lines))
 
 
 def _announce(parts: Parts, start: Begin) -> None:

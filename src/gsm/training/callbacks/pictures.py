@@ -9,29 +9,36 @@ B sequences, T positions, N values.
 from __future__ import annotations
 
 import importlib.util
+import io
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import lightning
+import numpy as np
 import torch
 from torch import Tensor
 
 from gsm import plots
-from gsm.analysis import overlap
-from gsm.analysis.attention import selected_distances
+from gsm.analysis import interventions, overlap
+from gsm.analysis.attention import decoder_attention, decoder_layers, entries_back, selected_distances
 from gsm.analysis.state import state_facts
 from gsm.analysis.views import TAPS as VIEWED
 from gsm.analysis.views import shares, views
 from gsm.errors import within
+from gsm.files import write_whole
+from gsm.models.checks import IGNORED
 from gsm.models.gsm import GSM
 from gsm.observe import Recording, record
 from gsm.training.distributed.sharded import Sharded
-from gsm.training.module import LanguageModeling
+from gsm.training.module import LanguageModeling, next_tokens
 from gsm.training.resume import random_states, restore_random_states
 
+FILE = "views.npz"
 TAPS = (*overlap.TAPS, *VIEWED, "state/*")
 
 
@@ -42,9 +49,14 @@ class Pictures(lightning.Callback):
       these few sequences; ``val/overlap/mean`` of the finished run, also in its summary, is measured on more;
     * ``val/state/norm``, ``val/state/effective_rank`` (``gsm.analysis.state``) and ``val/state/share/<way>``, the share
       of the state that comes by each way: scalars;
+    * ``val/without_state``, ``val/without_stage<s>``: the loss that is added, in nats per token of these sequences, if
+      all entries of the state, or what a stage has retrieved, are zeros (``gsm.analysis.interventions``): scalars;
     * ``view/retrieval_distance/stage<s>``: histogram of the distance from a row to its selected entries, in tokens;
     * ``view/state_gate``: histogram of a writer's gate;
-    * ``view/<name>``: the images of ``gsm.analysis.views``.
+    * ``view/<name>``: the images of ``gsm.analysis.views``;
+    * ``views.npz`` in the run's folder: what the decoder reads now, for pictures of several arms side by side:
+      ``decoder_reads`` float32 [L, E] as of ``gsm.analysis.attention.decoder_attention``, with ``layers`` [L] and
+      ``back`` [E - 1], the distance in tokens of each entry.
 
     Weights, random numbers and the mode of the model stay as they were.
 
@@ -74,7 +86,9 @@ class Pictures(lightning.Callback):
             print(f"there will be no pictures: {plots.REMEDY}", file=sys.stderr, flush=True)
         chosen = list(islice(data.validation(), self.sequences))
         self._batch = {
-            name: torch.stack([item[name] for item in chosen]) for name in ("tokens", "documents") if name in chosen[0]
+            name: torch.stack([item[name] for item in chosen])
+            for name in ("tokens", "documents", "targets")
+            if name in chosen[0]
         }
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
@@ -97,8 +111,11 @@ class Pictures(lightning.Callback):
         if self._batch is None or not isinstance(model, GSM):
             return
         seen = self._look(trainer, task)
-        metrics = {f"val/{name}": value for name, value in scalars(model, seen).items() if math.isfinite(value)}
+        found = {**scalars(model, seen), **self._lost(trainer, task, model)}
+        metrics = {f"val/{name}": value for name, value in found.items() if math.isfinite(value)}
         task.log_dict(metrics, rank_zero_only=True)
+        if folder := task.hparams["config"].get("folder"):
+            write_whole(Path(folder) / FILE, _numbers(model, seen))
         boards = _boards(trainer)
         for name, value_N in histograms(model, seen):
             for board in boards:
@@ -109,20 +126,55 @@ class Pictures(lightning.Callback):
             for board in boards:
                 board.log_image(f"view/{name}", [pixels_YXC], step)
 
-    @torch.no_grad()
     def _look(self, trainer: lightning.Trainer, task: LanguageModeling) -> Recording:
         """One forward of the sequences, as validation computes it, with the taps that are drawn."""
         assert self._batch is not None  # on_fit_start has taken it
         batch = {name: value_BT.to(task.device) for name, value_BT in self._batch.items()}
-        rows, states = min(self.rows, batch["tokens"].shape[1]), random_states(task.device)
-        was_training = task.model.training
-        task.model.eval()
-        with record(*TAPS) as seen, trainer.precision_plugin.forward_context():
+        rows = min(self.rows, batch["tokens"].shape[1])
+        with _undisturbed(trainer, task), record(*TAPS) as seen:
             # forward, since __call__ would compile a compiled model once more to record it.
             task.model.forward(batch["tokens"], documents=batch.get("documents"), rows=rows)
-        task.model.train(was_training)
-        restore_random_states(states, task.device)
         return seen
+
+    def _lost(self, trainer: lightning.Trainer, task: LanguageModeling, model: GSM) -> dict[str, float]:
+        """Return the loss that is added without the state, and without each stage: the mean over the targets of all
+        sequences, which are computed one by one, in the memory that training has."""
+        assert self._batch is not None
+        sequences = [
+            {name: value_BT[number : number + 1].to(task.device) for name, value_BT in self._batch.items()}
+            for number in range(len(self._batch["tokens"]))
+        ]
+        with _undisturbed(trainer, task):
+            whole = _loss(model, sequences)
+            lost = {}
+            for name, removed in interventions.ablations(model).items():
+                if name != "all stages":
+                    with removed():
+                        lost[f"without_{name.replace(' ', '')}"] = _loss(model, sequences) - whole
+        return lost
+
+
+@contextmanager
+def _undisturbed(trainer: lightning.Trainer, task: LanguageModeling) -> Iterator[None]:
+    """Compute as validation does, and leave the mode of the model and all random numbers as they were."""
+    states, was_training = random_states(task.device), task.model.training
+    task.model.eval()
+    with torch.no_grad(), trainer.precision_plugin.forward_context():
+        yield
+    task.model.train(was_training)
+    restore_random_states(states, task.device)
+
+
+def _loss(model: GSM, sequences: Sequence[Mapping[str, Tensor]]) -> float:
+    """Return the mean cross-entropy over the targets of all sequences; not a number without a target."""
+    total, targets = 0.0, 0
+    for batch in sequences:
+        documents = batch.get("documents")
+        target_BT = batch["targets"] if "targets" in batch else next_tokens(batch["tokens"], documents)
+        if count := int((target_BT != IGNORED).sum()):
+            total += count * float(model.forward(batch["tokens"], documents=documents, targets=target_BT).loss)
+            targets += count
+    return total / targets if targets else math.nan
 
 
 def scalars(model: GSM, seen: Recording) -> dict[str, float]:
@@ -140,6 +192,16 @@ def histograms(model: GSM, seen: Recording) -> Iterator[tuple[str, Tensor]]:
             yield f"retrieval_distance/stage{stage}", distance_N
     if "state/gate" in seen:
         yield "state_gate", seen["state/gate"].float().flatten()
+
+
+def _numbers(model: GSM, seen: Recording) -> bytes:
+    """Return what the decoder reads, as a file's content."""
+    weight_LE, layers = decoder_attention(model, seen), decoder_layers(model)
+    longest = layers[int(weight_LE.isnan().sum(1).argmin())]
+    back_W = entries_back(model, f"decoder/{longest}", weight_LE.shape[1] - 1)
+    content = io.BytesIO()
+    np.savez(content, decoder_reads=weight_LE.float().cpu().numpy(), layers=np.array(layers), back=back_W.cpu().numpy())
+    return content.getvalue()
 
 
 def _boards(trainer: lightning.Trainer) -> list[Any]:

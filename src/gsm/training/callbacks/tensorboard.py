@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,20 @@ LAYOUT = {
     "loss": {
         "bits per byte of held-out text": ["val/bits_per_byte$"],
         "held-out questions answered (fraction)": ["val/accuracy$"],
-        "loss in training and held out (nats per token)": ["train/loss$", "val/loss$"],
+        "held-out loss (nats per token)": ["val/loss$"],
+        "loss in training (nats per token)": ["train/loss$"],
     },
     "speed": {
         "tokens per second": ["train/tokens_per_second$"],
         "peak memory (GiB)": ["train/peak_memory_gib$"],
     },
     "state": {
+        "loss added without the state (nats per token)": ["val/without_state$"],
         "effective rank of the state": ["val/state/effective_rank$"],
         "length of z": ["val/state/norm$"],
     },
     "stages": {
+        "loss added without a stage (nats per token)": [r"val/without_stage\d+$"],
         "share of the state by way: encoder, stages": [r"val/state/share/\w+$"],
         "length of what was retrieved, up to each stage": [r"train/retrieved_norm/stage\d+$"],
     },
@@ -51,6 +54,7 @@ METRICS = (  # columns of the HPARAMS tab, in this order; the first five are sho
     "val/bits_per_byte",
     "val/accuracy",
     "val/loss",
+    "val/without_state",
     "val/overlap/mean",
     "train/tokens_per_second",
     "train/loss",
@@ -59,6 +63,7 @@ METRICS = (  # columns of the HPARAMS tab, in this order; the first five are sho
     "val/perplexity",
 )
 FIRST = ("arm", "seed", "parameters", "experiment", "steps")  # columns that TensorBoard 2.21 shows at first: five
+OF_ARMS = ("arm", "seed", "parameters")  # columns of an experiment with arms, before those in which they differ
 COLUMNS = {  # columns of the HPARAMS tab: their path in the configuration; a missing value becomes "-"
     "experiment": "name",
     "arm": "arm",
@@ -142,24 +147,34 @@ class TensorBoard(TensorBoardLogger):
 
 
 class Hyperparameters(lightning.Callback):
-    """Write the hyper-parameters when training starts; of the HPARAMS record, TensorBoard keeps the first one of a run.
+    """Write the hyper-parameters and a text about the run when training starts; of the HPARAMS record, TensorBoard
+    keeps the first one of a run.
 
     Args:
         config: the composed configuration, plain containers.
         parameters: number of parameters of the model.
+        differing: keys of the configuration in which the arms of the experiment differ; a choice without ``choices.``.
+        text: about the run, Markdown: the TEXT tab has it.
     """
 
-    def __init__(self, config: Mapping[str, Any], parameters: int) -> None:
-        self.values = {column: look_up(config, path) for column, path in COLUMNS.items()} | {"parameters": parameters}
+    def __init__(
+        self, config: Mapping[str, Any], parameters: int, differing: Collection[str] = (), text: str = ""
+    ) -> None:
+        column_of = {path.removeprefix("choices."): column for column, path in COLUMNS.items()}
+        columns = COLUMNS | {key: key for key in differing if key not in column_of}
+        self.values = {column: look_up(config, path) for column, path in columns.items()} | {"parameters": parameters}
         self.values["seed"] = str(self.values["seed"])  # a name, not an amount: TensorBoard writes 1 as 1.0000
+        self.differing, self.text = tuple(column_of.get(key, key) for key in differing), text
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Write all hyper-parameters, and the names of all metrics."""
+        """Write all hyper-parameters, the names of all metrics, and the text."""
         for logger in trainer.loggers if trainer.is_global_zero else ():
             logger.log_hyperparams(self.values)
         for logger in _boards(trainer):
-            for record in records(self.values):
+            for record in records(self.values, self.differing):
                 logger.experiment.file_writer.add_summary(record)
+            if self.text:
+                logger.experiment.add_text("run", self.text, trainer.global_step)
 
 
 def charts(tags: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
@@ -176,19 +191,25 @@ def charts(tags: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
     return {tab: of for tab, of in layout.items() if of}
 
 
-def records(values: Mapping[str, Any]) -> list[Any]:
+def records(values: Mapping[str, Any], differing: Collection[str] = ()) -> list[Any]:
     """Return what the HPARAMS tab reads of a run: its columns and values, as torch's ``add_hparams`` writes them.
 
-    The tab takes its columns from the record of a single run, the first that it meets. So all runs have the same, with
-    the columns in ``FIRST`` marked as different among runs: the others follow these. Metrics have no value in it, and a
-    run without the metric leaves its cell empty. Lightning's ``log_hyperparams(values, metrics)`` marks no column, and
-    writes a point for every metric.
+    The tab takes its columns from the record of a single run, the first that it meets. So all runs of an experiment
+    have the same. With arms these are ``OF_ARMS`` and the columns in which arms differ: the others are constant. Else
+    the columns in ``FIRST`` are marked as different among runs, and the others follow these. Metrics have no value in
+    it, and a run without the metric leaves its cell empty. Lightning's ``log_hyperparams(values, metrics)`` marks no
+    column, and writes a point for every metric.
     """
     columns, start, end = hparams(dict(values), dict.fromkeys(METRICS))
     plugin = columns.value[0].metadata.plugin_data
     content = HParamsPluginData.FromString(plugin.content)
-    for info in content.experiment.hparam_infos:
-        info.differs = info.name in FIRST
+    infos = {info.name: info for info in content.experiment.hparam_infos}
+    first = tuple(dict.fromkeys((*OF_ARMS, *differing))) if differing else FIRST
+    for name, info in infos.items():
+        info.differs = name in first
+    shown = [infos[name] for name in first] if differing else [*infos.values()]
+    content.experiment.ClearField("hparam_infos")
+    content.experiment.hparam_infos.extend(shown)
     plugin.content = content.SerializeToString()
     return [columns, start, end]
 

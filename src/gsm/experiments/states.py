@@ -1,0 +1,86 @@
+"""The states of an experiment's arms side by side, as their runs have measured them on a few held-out sequences."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from gsm import plots
+from gsm.analysis import figures
+from gsm.experiments.curves import ByArm, Curves
+from gsm.training.callbacks.pictures import FILE
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLUMNS = 4  # panels beside one another
+SHOWN = {  # metrics with a panel each: its label
+    r"val/state/share/(\w+)": "share of {} in the state",
+    r"val/without_(\w+)": "loss added without {}\n(nats per token)",
+}
+
+
+def states(by_arm: ByArm, curves: Mapping[str, Curves]) -> Iterator[tuple[str, Figure]]:
+    """Yield the pictures that the runs have numbers for: what the state of each arm is made of, and what it is worth,
+    each seed on a scale of its own quantity; what the decoder of each arm reads.
+
+    Args:
+        by_arm: runs by arm.
+        curves: of these runs, by metric (``curves.read_curves``).
+
+    Raises ImportError without matplotlib.
+    """
+    shown = {
+        label.format(match[1]): of
+        for pattern, label in SHOWN.items()
+        for metric, of in curves.items()
+        if (match := re.fullmatch(pattern, metric))
+    }
+    if shown:
+        columns = min(COLUMNS, len(shown))
+        figure, panels = plots.figure(columns, 3.2, 1.1 + 0.3 * len(by_arm), rows=-(-len(shown) // columns))
+        for number, (axes, (label, of)) in enumerate(zip(panels, shown.items(), strict=False)):
+            last = {arm: [run[max(run)] for run in runs.values()] for arm, runs in of.items()}
+            plots.seeds(axes, last, label)
+            axes.tick_params(labelleft=number % columns == 0)
+        for axes in panels[len(shown) :]:
+            axes.remove()
+        yield "state", figure
+    if read := _read(by_arm):
+        yield "decoder_reads", _decoders(read)
+
+
+def _read(by_arm: ByArm) -> dict[str, tuple[Any, Any, Any]]:
+    """Return what the decoder of each arm reads, the mean over the seeds, with its layers and distances."""
+    read = {}
+    for arm, runs in by_arm.items():
+        files = [file for run in runs if (file := run.folder / FILE).is_file()]
+        found = [dict(np.load(file, allow_pickle=False)) for file in files]
+        if found and len({one["decoder_reads"].shape for one in found}) == 1:
+            mean_LE = np.mean([one["decoder_reads"] for one in found], axis=0)
+            read[arm] = mean_LE, found[0]["layers"], found[0]["back"]
+    return read
+
+
+def _decoders(read: Mapping[str, tuple[Any, Any, Any]]) -> Figure:
+    """Return a panel for each arm, all on one linear scale, up to the largest weight that an entry has in any arm: on
+    the scale of single runs, from 0.1 % to all, arms look alike."""
+    columns = min(COLUMNS, len(read))
+    figure, panels = plots.figure(columns, 3.2, 2.4, grid=False, rows=-(-len(read) // columns))
+    most = max(float(np.nanmax(weight_LE[:, :-1])) for weight_LE, _, _ in read.values())
+    for axes, (arm, (weight_LE, layers, back_W)) in zip(panels, read.items(), strict=False):
+        rows = [int(layer) for layer in layers]
+        name = plots.named(read)[arm]
+        figures.state_read(axes, torch.from_numpy(weight_LE), torch.from_numpy(back_W), rows, "decoder layer", name)
+        picture = axes.images[0]
+        picture.set(data=picture.get_array(), norm=None, clim=(0, most))
+    for axes in panels[len(read) :]:
+        axes.remove()
+    bar = figure.colorbar(panels[0].images[0], ax=list(panels[: len(read)]), extend="max", aspect=30, pad=0.02)
+    bar.ax.tick_params(labelsize=plots.SMALL)
+    bar.set_label("attention weight, mean over heads and seeds", fontsize=plots.SMALL)
+    return figure
