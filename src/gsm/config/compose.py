@@ -133,7 +133,7 @@ def refuse_unnamed(config: Mapping[str, Any], directories: Sequence[Path] = ()) 
             vetted(config[part], part, directories)
         except ConfigError as error:
             raise ConfigError(
-                f"{error}; what is trained could not be loaded again: write a yaml of what has no name in one yet"
+                f"{error}; its checkpoint could not be loaded again: add a yaml for this part"
             ) from error
 
 

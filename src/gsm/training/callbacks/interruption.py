@@ -35,8 +35,8 @@ class Interrupted(SystemExit):
 class Interruption(lightning.Callback):
     """Handle signals while training runs.
 
-    After the first one training goes on to the end of the logging interval, and of a validation that follows it, is
-    saved there and ends; so nothing that was trained is lost. A second signal ends the run at once, where it stands,
+    After the first signal training continues to the end of the logging interval, and of a validation that follows it,
+    then saves and ends, so no step is lost. A second signal ends the run at once, where it stands,
     and a third one kills the process. A run that is ended or killed before its save goes back to its last checkpoint.
 
     A handler for SIGUSR1 or SIGUSR2 that somebody else put there before, such as submitit's, stays: it restarts the
@@ -79,7 +79,7 @@ class Interruption(lightning.Callback):
         self._stop(trainer)
 
     def _stop(self, trainer: lightning.Trainer) -> None:
-        """Save and raise if there was a signal on any rank: a machine that is taken away need not be the first."""
+        """Save and raise if any rank has received a signal, not only rank 0."""
         numbers = [self.signal] * trainer.world_size
         if trainer.world_size > 1:
             torch.distributed.all_gather_object(numbers, self.signal)

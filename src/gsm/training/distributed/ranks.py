@@ -122,7 +122,7 @@ def compare(make: Callable[[], Mapping[str, Any]]) -> None:
 
 
 def portable(error: Exception) -> Exception:
-    """Return the error, or one with its words, that can be sent to another process."""
+    """Return the error, or a copy with its type and message if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # any attribute or constructor may refuse to be copied
