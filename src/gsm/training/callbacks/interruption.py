@@ -53,12 +53,12 @@ class Interruption(lightning.Callback):
         self._foreign: set[signal.Signals] = set()
 
     def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
-        """Note foreign handlers, before Lightning installs its own, which it removes in the end."""
+        """Remember the handlers of others before Lightning installs its own, which it removes at the end."""
         warnings = (signal.SIGUSR1, signal.SIGUSR2)
         self._foreign = {number for number in warnings if callable(signal.getsignal(number))}
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Put the handlers, where Python allows it."""
+        """Install the handlers, which Python allows in the main thread alone."""
         every = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
         if trainer.is_global_zero and find(trainer, Latest):
             self._notice = (

@@ -36,10 +36,10 @@ def _started_together() -> bool:
 
 @contextlib.contextmanager
 def own_ranks() -> Iterator[None]:
-    """Around a run in a process that was started alone: Lightning connects it with the ranks of this run alone.
+    """Hide the variables of other launchers during a run in a process that was started alone.
 
-    It obeys what an earlier launcher has left in the environment, and leaves its own address and ranks there: the next
-    run of the process would wait for ranks that have ended.
+    Lightning reads them from the environment and leaves its own there, so the next run of the process would wait for
+    ranks that have ended.
     """
     if _started_together() or "NODE_RANK" in os.environ:  # by Lightning's convention for one process a node
         yield
