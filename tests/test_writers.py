@@ -174,7 +174,9 @@ def test_a_writer_needs_only_fuse_and_its_cost_is_known():
     assert cost(model).forward_flops(9) - plain == more
 
 
-WEIGHTED = re.search(r"^(class Weighted.*?)```", (ROOT / "docs/tutorial_writer.md").read_text(), re.DOTALL | re.MULTILINE)
+WEIGHTED = re.search(
+    r"^(class Weighted.*?)```", (ROOT / "docs/tutorial_writer.md").read_text(), re.DOTALL | re.MULTILINE
+)
 
 
 @pytest.mark.parametrize("stages", [[2], [2, 4]])

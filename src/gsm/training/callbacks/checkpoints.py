@@ -30,9 +30,9 @@ MODES = {"val/loss": "min", "val/perplexity": "min", "val/bits_per_byte": "min",
 class Latest(Checkpoint):
     """The last step, from which an interrupted run goes on.
 
-    Saved at the end of a logging interval, where nothing is pending (``gsm.training.resume``), if there was a validation
-    since the last save or ``minutes`` have passed; and after the last step. An interruption loses the training since
-    the last save: at most ``minutes`` and one logging interval.
+    Saved at the end of a logging interval, where nothing is pending (``gsm.training.resume``), if there was a
+    validation since the last save or ``minutes`` have passed; and after the last step. An interruption loses the
+    training since the last save: at most ``minutes`` and one logging interval.
 
     Args:
         folder: of the run.
