@@ -18,7 +18,7 @@ COPIED = ("src", "kernels", "configs", "pyproject.toml", "train.py")
 FILE = re.compile(r"^`([\w/]+\.(?:py|yaml))`[^\n]*:\n\n```\w+\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # The page, the heading of the example, and the folder of its class.
 SHOWN = [
-    ("start", "Adding a part", "src/gsm/slots/writer"),
+    ("tutorial_writer", "2. The class and its yaml", "src/gsm/slots/writer"),
     ("data", "Adding a task", "src/gsm/data"),
     ("decoder", "Adding a reader", "src/gsm/slots/state_reader"),
 ]

@@ -76,6 +76,14 @@ def test_the_python_of_the_readme_runs_and_its_patch_changes_the_logits(capsys: 
     assert names["seen"]["stage/1/increment"].shape == (1, 200, names["model"].dim)
 
 
+@pytest.mark.slow
+def test_the_python_of_look_inside_prints_what_its_page_shows(capsys: pytest.CaptureFixture[str]):
+    page, names = (DOCS / "tutorial_inside.md").read_text(), dict[str, Any]()
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(code, names)
+    assert capsys.readouterr().out == "".join(re.findall(r"```text\n(.*?)```", page, re.DOTALL))
+
+
 @pytest.mark.parametrize("slot", sorted(HOME))
 def test_every_yaml_of_a_slot_is_on_its_page(slot: str):
     text = (DOCS / f"{HOME[slot]}.md").read_text()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -173,17 +174,19 @@ def test_a_writer_needs_only_fuse_and_its_cost_is_known():
     assert cost(model).forward_flops(9) - plain == more
 
 
-WEIGHTED = re.search(r"```python\n(class Weighted.*?)```", (ROOT / "docs/writers.md").read_text(), re.DOTALL)
+WEIGHTED = re.search(
+    r"^(class Weighted.*?)```", (ROOT / "docs/tutorial_writer.md").read_text(), re.DOTALL | re.MULTILINE
+)
 
 
 @pytest.mark.parametrize("stages", [[2], [2, 4]])
 @torch.no_grad()
 def test_a_writers_constructor_knows_how_many_stages_there_are(stages: list[int]):
-    """The example of docs/writers.md; with weights of 1 it is the paper's writer."""
+    """The example of docs/tutorial_writer.md; with weights of 1 it is the paper's writer."""
     assert WEIGHTED
     names: dict[str, Any] = {"StateWriter": StateWriter, "nn": torch.nn, "torch": torch}
     exec(WEIGHTED[1], names)
-    model = GSM(GEOMETRY, stages=stages, writer=names["Weighted"]).double().eval()
+    model = GSM(GEOMETRY, stages=stages, writer=partial(names["Weighted"], start=1.0)).double().eval()
     assert model.writer.weight.shape == (len(stages),) and model.writer.stages == len(stages)
     plain = GSM(GEOMETRY, stages=stages).double().eval()
     model.load_state_dict(plain.state_dict(), strict=False)

@@ -58,8 +58,8 @@ def of_all_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any], without: Collection[str] = ()) -> list[str]:
-    """Return the keys in which the training of two configurations differs, as ``seed (0 there, 1 here)``; but for those
-    ``without`` which they are compared."""
+    """Return the keys in which the training of two configurations differs, as ``seed (0 there, 1 here)``. Keys in
+    ``without`` are not compared."""
     first, second = (_without(decisive(one), without) for one in (there, here))
     keys = sorted(first.keys() | second.keys(), key=lambda key: (key.startswith("model."), key))
     return contrast(first, second, keys)

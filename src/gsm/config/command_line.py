@@ -43,7 +43,7 @@ def prepare() -> None:
 
 
 def run(function: Callable[[dict[str, Any]], object], config: DictConfig) -> None:
-    """Inside ``hydra.main``: calls ``function`` with the configuration, resolved, checked, and as plain containers.
+    """Call ``function`` inside ``hydra.main`` with the configuration, resolved and checked, as plain containers.
 
     Raises JobFailed in a job of a sweep, so that Hydra goes on with the next one; else SystemExit.
     """
@@ -78,7 +78,7 @@ def sweeping() -> bool:
 
 
 def call(function: Callable[..., object], script: str, arguments: Sequence[str] | None = None) -> None:
-    """For scripts without a configuration: calls ``function`` with the ``name=value`` arguments it takes.
+    """Call ``function`` with ``name=value`` arguments, in a script without a configuration.
 
     Values are taken literally, so that a prompt may hold any character. If the function takes any number of words
     (``*folders``), every word without ``name=`` is one of them.

@@ -132,9 +132,7 @@ def refuse_unnamed(config: Mapping[str, Any], directories: Sequence[Path] = ()) 
         try:
             vetted(config[part], part, directories)
         except ConfigError as error:
-            raise ConfigError(
-                f"{error}; what is trained could not be loaded again: write a yaml of what has no name in one yet"
-            ) from error
+            raise ConfigError(f"{error}; its checkpoint could not be loaded again: add a yaml for this part") from error
 
 
 def from_job(config: DictConfig) -> dict[str, Any]:

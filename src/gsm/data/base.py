@@ -67,7 +67,7 @@ class DataModule(lightning.LightningDataModule):
     batch_size: int = 0
 
     def __str__(self) -> str:
-        """Lightning's own would ask every loader for a dataset, which ours have not."""
+        """Return a short description; Lightning's needs loaders with a dataset."""
         return f"{type(self).__name__}: batches of {self.batch_size} sequences of {self.context} tokens"
 
     def fingerprint(self) -> Mapping[str, str | int]:

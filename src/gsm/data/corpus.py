@@ -265,7 +265,7 @@ class Corpus:
         return {*self.files["train"]} & {*self.files["validation"]}
 
     def _by_document(self, name: str, split: str) -> Iterator[Piece]:
-        """Yield the documents of one split. That of a document hangs on its first piece."""
+        """Yield the documents of one split. The first piece of a document decides its split."""
         begins, taken = True, False
         for piece in self._read(name):
             if begins:

@@ -181,7 +181,7 @@ def check_overrides(where: str, lines: Iterable[str], reserved: Set[str]) -> Non
 
 @contextlib.contextmanager
 def naming(place: str) -> Iterator[None]:
-    """Put the place of an error in front of it."""
+    """Prefix the message of an error with its place."""
     try:
         yield
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""The processes of an experiment: they start one behind another, hear of signals, and end with their parent.
+"""The processes of an experiment: started in order, sent the parent's signals, ended with the parent.
 
 A process writes to a file and to no pipe, so a parent that is killed leaves none behind that waits for a reader. Output
 to be shown at once is read from the file as it grows.
@@ -27,7 +27,7 @@ PAUSE = 0.1  # seconds between two looks
 
 
 class Child:
-    """The process of a run, started by making this.
+    """The process of a run; the constructor starts it.
 
     Args:
         run: with its command, and the file for its output.

@@ -248,7 +248,7 @@ def tables(page: str, folder: Path = RESULTS, logs: Path | None = None) -> str:
 def table(words: str, folder: Path = RESULTS, logs: Path | None = None) -> str:
     """Return the Markdown of one marker: arms with mean and standard deviation, paired differences with intervals.
 
-    Without a row it is a sentence without a number.
+    Return a sentence if there are no rows.
     """
     name, made, options = _parsed(words, folder, logs)
     if not made.runs:

@@ -39,7 +39,7 @@ class ProductCost:
         return ProductCost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(ProductCost)))
 
     def read(self, rows: int) -> int:
-        """Return the weights that ``rows`` rows read, if no two choose the same expert before all are chosen."""
+        """Return the weights that ``rows`` rows read; experts repeat only after all have been chosen."""
         return self.weights - self.routed + min(self.routed, rows * self.each)
 
 

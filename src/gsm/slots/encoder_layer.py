@@ -66,13 +66,14 @@ class Recurrent(EncoderLayer):
 
     Args:
         mixer: called with ``shape, geometry=..., name=...``.
-        roles: of the layers with these mixers: ``window``, ``reuse`` or both. A Full layer builds a bank.
+        roles: roles of the layers that get the mixer: ``window``, ``reuse`` or both. Full layers keep their attention,
+            which builds a bank.
         heads: heads of these mixers; None: the divisor of the size's that brings the number of their parameters
             nearest to that of the attention that they replace.
         feed_forward_convolution: of all layers, as in ``EncoderLayer``.
 
     Raises:
-        ValueError: for heads below 1, and for no role or another one.
+        ValueError: heads is below 1, or roles is empty or has another role.
     """
 
     def __init__(

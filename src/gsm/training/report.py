@@ -71,7 +71,7 @@ def conclusion(folder: Path, facts: Mapping[str, Any], sample: str | None, write
         parts.append(overlap.table(facts["overlap"], paper.tables()["overlap"]["by_length"]))
     parts += [measure.table(facts[key]) for key, measure in MEASURES.items() if facts[key]]
     if sample:
-        parts.append(["It writes (what it was given | what it made of it):", sample])
+        parts.append(["Sample (prompt | continuation):", sample])
     parts.append(["Next:", *_next(folder, facts, writes)])
     return "\n" + "\n\n".join(map("\n".join, parts))
 

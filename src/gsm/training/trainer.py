@@ -1,4 +1,4 @@
-"""Lightning's Trainer of a run: what its configuration says, and what the machine and the launcher say."""
+"""Lightning's Trainer of a run, from its configuration, the machine and the launcher."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def build(config: Mapping[str, Any], summary: Summary) -> lightning.Trainer:
 
 
 def quiet() -> None:
-    """Leave out what Lightning tells everybody; its warnings about the run at hand stay."""
+    """Silence Lightning's general advice; its warnings about this run stay."""
     for name in (
         "lightning.pytorch.utilities.rank_zero",
         "lightning.fabric.utilities.seed",
@@ -229,7 +229,7 @@ def _environment(chosen: Mapping[str, Any]) -> ClusterEnvironment | None:
 
 
 def refuse_divided(trainer: lightning.Trainer, task: LanguageModeling) -> None:
-    """Raise ConfigError for what cannot be where every rank has only its share of the model."""
+    """Raise ConfigError for features that need the whole model on every rank, if ranks have shards of it."""
     if not isinstance(trainer.strategy, Sharded):
         return
     if not task.optimizer.shardable:

@@ -30,9 +30,9 @@ MODES = {"val/loss": "min", "val/perplexity": "min", "val/bits_per_byte": "min",
 class Latest(Checkpoint):
     """The last step, from which an interrupted run goes on.
 
-    Saved where nothing is pending (``gsm.training.resume``): at the end of a logging interval, after the validation
-    that may follow it, if one was validated since the last save or it is time to; and after the last step. An
-    interruption costs the training since then: ``minutes``, and at most one logging interval more.
+    Saved at the end of a logging interval, where nothing is pending (``gsm.training.resume``), if there was a
+    validation since the last save or ``minutes`` have passed; and after the last step. An interruption loses the
+    training since the last save: at most ``minutes`` and one logging interval.
 
     Args:
         folder: of the run.
@@ -64,7 +64,7 @@ class Latest(Checkpoint):
         self.settled = ends_interval(trainer)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Save; after ``Best`` has judged, so that its verdict is saved too."""
+        """Save, after ``Best`` has, so that its state is saved too."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._validated = True
             if self.settled:
@@ -88,7 +88,7 @@ class Latest(Checkpoint):
         checkpoint["settled"] = self.settled
 
     def save(self, trainer: lightning.Trainer) -> None:
-        """Save, unless this step is saved already, or none was done."""
+        """Save, unless this step is saved already or no step was taken."""
         if trainer.global_step in (0, self.saved):
             return
         start = time.monotonic()

@@ -35,8 +35,8 @@ class Interrupted(SystemExit):
 class Interruption(lightning.Callback):
     """Handle signals while training runs.
 
-    After the first one training goes on to the end of the logging interval, and of a validation that follows it, is
-    saved there and ends; so nothing that was trained is lost. A second signal ends the run at once, where it stands,
+    After the first signal training continues to the end of the logging interval, and of a validation that follows it,
+    then saves and ends, so no step is lost. A second signal ends the run at once, where it stands,
     and a third one kills the process. A run that is ended or killed before its save goes back to its last checkpoint.
 
     A handler for SIGUSR1 or SIGUSR2 that somebody else put there before, such as submitit's, stays: it restarts the
@@ -53,12 +53,12 @@ class Interruption(lightning.Callback):
         self._foreign: set[signal.Signals] = set()
 
     def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
-        """Note foreign handlers, before Lightning installs its own, which it removes in the end."""
+        """Remember the handlers of others before Lightning installs its own, which it removes at the end."""
         warnings = (signal.SIGUSR1, signal.SIGUSR2)
         self._foreign = {number for number in warnings if callable(signal.getsignal(number))}
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Put the handlers, where Python allows it."""
+        """Install the handlers, which Python allows in the main thread alone."""
         every = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
         if trainer.is_global_zero and find(trainer, Latest):
             self._notice = (
@@ -79,7 +79,7 @@ class Interruption(lightning.Callback):
         self._stop(trainer)
 
     def _stop(self, trainer: lightning.Trainer) -> None:
-        """Save and raise if there was a signal on any rank: a machine that is taken away need not be the first."""
+        """Save and raise if any rank has received a signal, not only rank 0."""
         numbers = [self.signal] * trainer.world_size
         if trainer.world_size > 1:
             torch.distributed.all_gather_object(numbers, self.signal)

@@ -58,7 +58,7 @@ class Summary(lightning.Callback):
     def on_exception(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException
     ) -> None:
-        """Write the measurements so far and the error. A full disk hides no error: it is ignored here."""
+        """Write the measurements so far and the error. A failure to write is ignored: it must not hide the error."""
         stopped = isinstance(exception, KeyboardInterrupt | SystemExit)  # Ctrl-C; SIGTERM, as Lightning raises it
         reason = None if stopped else f"{type(exception).__name__}: {exception}"
         with contextlib.suppress(OSError):

@@ -36,10 +36,10 @@ def _started_together() -> bool:
 
 @contextlib.contextmanager
 def own_ranks() -> Iterator[None]:
-    """Around a run in a process that was started alone: Lightning connects it with the ranks of this run alone.
+    """Hide the variables of other launchers during a run in a process that was started alone.
 
-    It obeys what an earlier launcher has left in the environment, and leaves its own address and ranks there: the next
-    run of the process would wait for ranks that have ended.
+    Lightning reads them from the environment and leaves its own there, so the next run of the process would wait for
+    ranks that have ended.
     """
     if _started_together() or "NODE_RANK" in os.environ:  # by Lightning's convention for one process a node
         yield
@@ -122,7 +122,7 @@ def compare(make: Callable[[], Mapping[str, Any]]) -> None:
 
 
 def portable(error: Exception) -> Exception:
-    """Return the error, or one with its words, that can be sent to another process."""
+    """Return the error, or a copy with its type and message if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # any attribute or constructor may refuse to be copied

@@ -87,8 +87,10 @@ class Sharded(ModelParallelStrategy):
         self._group: Any = None  # of the hosts: no GPU is waited for
 
     def setup_environment(self) -> None:
-        """All ranks share the model, and groups of neighbours sequences: to Lightning these are tensor-parallel ones,
-        which have the same data."""
+        """Divide the model among all ranks, and each sequence among ``context`` neighbouring ones.
+
+        Lightning treats such a group as tensor-parallel: its ranks get the same data.
+        """
         self._data_parallel_size, self._tensor_parallel_size = self.world_size // self.context, self.context
         super().setup_environment()
 
