@@ -35,7 +35,7 @@ MEANS_NOTHING = """
 data.batch_size=2 trainer=ddp trainer.devices=2 data.cache_dir=/cache logs=/elsewhere name=other arm=other
 jobs=2 ngrams=true sample=true logger=jsonl callbacks.latest.minutes=3 callbacks.progress=null
 trainer.val_check_interval=3
-trainer.log_every_n_steps=1 data.path=/disk2/texts trainer.gradient_clip_val=1 table=[val_loss]
+trainer.log_every_n_steps=1 data.path=/disk2/texts trainer.gradient_clip_val=1 table=[val_loss] labels={gsm:GSM}
 trainer.enable_progress_bar=true""".split()
 
 

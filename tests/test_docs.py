@@ -155,6 +155,13 @@ def test_an_equation_becomes_mathml():
     assert made.startswith("<math") and "arithmatex" not in made and "<msub>" in made
 
 
+def test_markdown_in_a_fold_is_rendered():
+    pages, markdown = load("pages", "latex2mathml", "markdown"), pytest.importorskip("markdown")
+    page = "<details><summary>More</summary>\n\n* one\n\n</details>\n"
+    made = markdown.markdown(page, extensions=["md_in_html", pages.Pages()])
+    assert "<li>one</li>" in made and "<summary>More</summary>" in made
+
+
 def test_a_site_has_an_executed_notebook_where_mkdocs_runs_in_another_folder(tmp_path: Path):
     """The paths of the kernel's sockets were relative: each process looked for them in its own folder."""
     for needed in ("mkdocs", "nbclient", "nbconvert", "ipykernel"):

@@ -311,6 +311,50 @@ def test_the_picture_of_an_evaluation_by_length_has_a_line_an_arm_and_a_panel_a_
     assert [len(line.get_xydata()) for line in cache.get_lines()] == [1, 1]
 
 
+def test_arms_have_the_labels_of_their_experiments_yaml(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rows.publish(folder, tmp_path, ["bits_per_byte"])
+    yaml = tmp_path / "configs/experiment/residual.yaml"
+    yaml.parent.mkdir(parents=True)
+    yaml.write_text("labels:\n  plain: one stream\n  mhc_failed: failed\n")
+    monkeypatch.setattr(paths, "configs", lambda: tmp_path / "configs")
+    made = rows.table("residual bits_per_byte arms=plain,mhc against=plain", tmp_path)
+    assert "minus one stream |" in made and "| one stream | 3 |" in made and "| mhc | 3 |" in made
+    yaml.write_text("labels: {plain: one, mhc: one}\n")
+    with pytest.raises(ConfigError, match=r"^labels\.(plain|mhc) .* one "):
+        rows.table("residual bits_per_byte", tmp_path)
+
+
+def test_a_picture_can_stand_without_its_table_and_show_the_differences_with_their_intervals(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    rows.publish(folder, tmp_path, ["bits_per_byte"])
+    drawn: list[Any] = []
+    monkeypatch.setattr(rows.plots, "png", lambda figure: drawn.append(figure) or b"png")
+    page = tmp_path / "page.md"
+    marker = "picture: residual bits_per_byte against=plain margin=0.01 draw=differences picture=apart.png"
+    page.write_text(f"<!-- {marker} -->\n<!-- end -->\n")
+    rows.main([str(page)], tmp_path)
+    (image,) = page.read_text().splitlines()[1:2]
+    assert image.endswith("(apart.png)") and "| mhc" not in page.read_text()
+    axes = drawn[0].axes[0]
+    apart = [here - there for here, there in zip(BITS["mhc"], BITS["plain"], strict=True)]
+    ((bar,),) = [collection.get_segments() for collection in axes.collections]
+    low, high = pytest.importorskip("scipy.stats").t.interval(
+        0.95, 2, statistics.fmean(apart), statistics.stdev(apart) / 3**0.5
+    )
+    assert [bar[0][0], bar[1][0]] == pytest.approx([low, high], abs=1e-4)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["mhc"]
+
+
+def test_the_picture_of_one_column_against_another_has_a_point_an_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    lines(tmp_path, {"loss": {"a": [1.0, 2.0], "b": [3.0, 4.0]}, "cache_bytes": {"a": [10, 10], "b": [900, 900]}})
+    drawn: list[Any] = []
+    monkeypatch.setattr(rows.plots, "png", lambda figure: drawn.append(figure) or b"png")
+    rows.picture("x loss x=cache_bytes picture=b.png", tmp_path / "page.md", tmp_path)
+    points = [list(line.get_xydata()[0]) for line in drawn[0].axes[0].get_lines() if line.get_marker() in "os"]
+    assert points == [[10, 1.5], [900, 3.5]]
+
+
 def test_runs_of_your_own_stand_in_place_of_rows_of_the_same_arm_and_seed(folder: Path, tmp_path: Path):
     rows.publish(folder, tmp_path, ["bits_per_byte"])
     own = tmp_path / "own/residual"
@@ -382,7 +426,8 @@ def test_without_a_name_the_tables_of_every_page_are_renewed(tmp_path: Path, mon
 def test_every_marker_of_a_page_has_the_table_of_its_source(page: Path):
     text = page.read_text()
     assert rows.tables(text) == text, "run: make tables"
-    assert len(rows.MARKED.findall(text)) == len(re.findall(r"<!-- (?:rows|costs|yamls|taps):", text)), "without an end"
+    begun = re.findall(r"<!-- (?:rows|picture|costs|yamls|taps):", text)
+    assert len(rows.MARKED.findall(text)) == len(begun), "without an end"
 
 
 EXPERIMENTS = {  # of rows that have another name

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
+    from gsm.intervals import Cell
+
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 LINES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -47,6 +49,7 @@ LABELS = {
     "decoder_bytes": "the decoder's own memory (bytes)",
     "isolated_all_targets": "perplexity",
     "state_bytes": "decoder's state (bytes)",
+    "text/bits_per_byte": "bits per byte of held-out text",
     "train/loss": "training loss (nats per token)",
     "tokens_per_second": "training speed (tokens/s)",
     "val/accuracy": "held-out questions answered (fraction)",
@@ -333,6 +336,30 @@ def seeds(axes: Axes, arms: Mapping[str, Sequence[float]], x: str) -> None:
         axes.plot(values, [row] * len(values), style.marker, color=style.colour, markersize=5, alpha=0.7)
         if values:
             axes.plot(statistics.fmean(values), row, "|", color=style.colour, markersize=18, markeredgewidth=1.6)
+    axes.set_yticks(list(rows), list(named(arms).values()))
+    axes.set_ylim(0.4, len(arms) + 0.6)
+    axes.locator_params(axis="x", nbins=5)
+    finish(axes, x)
+
+
+def differences(axes: Axes, arms: Mapping[str, Cell], x: str, margin: float = 0.0) -> None:
+    """Draw one row per arm: its mean difference from another arm as a dot, and the 95 % interval as a bar.
+
+    Args:
+        axes: to draw on.
+        arms: by name, a difference; without an interval (fewer than three seeds) it is a hollow dot.
+        x: label of the axis, with its unit.
+        margin: half the width of the grey band around 0 in which a difference counts as none; 0: no band.
+    """
+    rows = range(len(arms), 0, -1)
+    axes.axvline(0, color="black", linewidth=0.8)
+    if margin:
+        axes.axvspan(-margin, margin, color="black", alpha=0.08, linewidth=0)
+    for row, cell in zip(rows, arms.values(), strict=True):
+        if cell.mean is not None:
+            how: dict[str, Any] = {"color": COLOURS[0], "markersize": 5, "linewidth": 1.4, "capsize": 3}
+            filled = COLOURS[0] if cell.spread is not None else "white"
+            axes.errorbar(cell.mean, row, xerr=cell.spread, fmt="o", markerfacecolor=filled, **how)
     axes.set_yticks(list(rows), list(named(arms).values()))
     axes.set_ylim(0.4, len(arms) + 0.6)
     axes.locator_params(axis="x", nbins=5)

@@ -20,12 +20,13 @@ from gsm.evaluation import commands
 from gsm.experiments import SEVERAL
 
 # Keys of the parent; a run gets its own.
-OWN = {*SEVERAL, "name", "arm", "seed", "jobs", "table", "plan"}
+OWN = {*SEVERAL, "name", "arm", "seed", "jobs", "labels", "table", "plan"}
 NOT_FOR_ARMS = {*OWN, "logs", "folder", "label", "experiment"}
 NOT_FOR_RUNS = {*NOT_FOR_ARMS, "runs", "start_from"}
 RESERVED = ("checkpoint", "output")  # arguments of evaluate.py that the experiment sets
 SHAPES = {  # of the keys of an experiment, in words
     "arms": "names with lists of overrides, as {plain: [model/residual=plain]}",
+    "labels": "arms with the names that pages give them, as {plain: plain residual}",
     "seeds": "a list of whole numbers, as [0,1,2], or 3 for the first three",
     "runs": "names with keys and values, as {train: {trainer.max_steps: 9}}",
     "tune": "keys with lists of values, as {optimizer.learning_rate: [1e-3, 2e-3]}",
@@ -39,6 +40,7 @@ class Keys:
     """The keys of an experiment, in their types; null where the configuration has none."""
 
     arms: dict[str, list[str] | None] | None = None  # null leaves out an arm of the experiment that it builds on
+    labels: dict[str, str] | None = None
     seeds: list[int] | None = None
     runs: dict[str, Any] | None = None
     tune: dict[str, Any] | None = None

@@ -8,10 +8,14 @@ A marker names a file of rows and its columns. The first arm, or `against=`, is 
 `against=a,b` each of these arms is, from the first column, and a difference over fewer seeds than the arm has names
 their number. `arms=a,b` shows these arms. A column `ln(a:b)` is the logarithm of the ratio of two columns.
 `without=0,1` leaves out seeds, such as the seed that chose an arm. `split=tuning` shows the attempts of tuning, by
-rate. `picture=` draws every seed of the first column:
+rate. `picture=` draws every seed of the first column; with `x=<column>` the means against another column, with
+`draw=differences` each arm minus the first, with its interval:
 
     <!-- rows: residual bits_per_byte learning_rate against=mhc picture=residual.png -->
     <!-- end -->
+
+The same words after `picture:` are the picture without the table. Arms have the names that `labels` of their experiment
+gives them; a marker has those of the commands.
 
 `margin=` adds a test of equivalence of the column `<run>/bits_per_byte`, which `evaluate:` of an experiment measures:
 the arms' differences with an interval over seeds and an interval over books.
@@ -43,7 +47,8 @@ import re
 import shlex
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +59,7 @@ from gsm.config.address import TUNING, noted
 from gsm.config.check import ConfigError, flat, unknown
 from gsm.config.options import HIDDEN, opening
 from gsm.experiments import SEVERAL
-from gsm.experiments.table import RunSummary, Table, read_otherwise, read_runs, summarise
+from gsm.experiments.table import MEANINGS, RunSummary, Table, read_otherwise, read_runs, summarise
 from gsm.files import damage, write_whole
 from gsm.intervals import Cell, over_windows
 from gsm.tables import Grid, grid_markdown, length_text
@@ -70,9 +75,10 @@ LOCAL = ("logs=", "jobs=", *(f"{key}=null" for key in SEVERAL))  # where a run l
 ABOVE = re.compile(r"^start_from=/.*/(?=logs/)")  # the machine's part of the path of a checkpoint
 BITS, SUMS = "/bits_per_byte", "/by_document"  # of an evaluation: its number, and nats and bytes of every document
 MARKED = re.compile(
-    r"(<!-- (?P<kind>rows|costs|yamls|taps): (?P<words>[^\n]+?) -->)\n(?P<body>.*?)(<!-- end -->)", re.DOTALL
+    r"(<!-- (?P<kind>rows|picture|costs|yamls|taps): (?P<words>[^\n]+?) -->)\n(?P<body>.*?)(<!-- end -->)", re.DOTALL
 )
 BY_LENGTH = re.compile(r"(?P<run>[^/]+)/(?P<quantity>[a-z_]+)/(?P<length>\d+)")  # of an evaluation by length
+EXPERIMENT = re.compile(r"\bexperiment=(\w+)")  # in the command of a row
 CHANGE = re.compile(r"ln\((?P<after>[^\s:]+):(?P<before>[^\s:]+)\)")
 LENGTHS = (256, 4096, 65536)  # tokens before the one that is decoded
 
@@ -239,22 +245,23 @@ def tables(page: str, folder: Path = RESULTS, logs: Path | None = None) -> str:
     def replaced(match: re.Match[str]) -> str:
         kind, words = match["kind"], match["words"]
         others = {"costs": costs, "yamls": yamls, "taps": names}
-        made = others[kind](words) if kind in others else table(words, folder, logs)
+        made = others[kind](words) if kind in others else table(words, folder, logs, alone=kind == "picture")
         return f"{match[1]}\n{made}\n\n<!-- end -->"
 
     return MARKED.sub(replaced, page)
 
 
-def table(words: str, folder: Path = RESULTS, logs: Path | None = None) -> str:
+def table(words: str, folder: Path = RESULTS, logs: Path | None = None, alone: bool = False) -> str:
     """Return the Markdown of one marker: arms with mean and standard deviation, paired differences with intervals.
 
-    Return a sentence if there are no rows.
+    Without a row it is a sentence without a number. A picture stands below the tables, or `alone`.
     """
-    name, made, options = _parsed(words, folder, logs)
+    name, made, bases, options = _parsed(words, folder, logs)
     if not made.runs:
         return f"`results/{name}.csv` has no rows yet."
+    if alone:
+        return _image(made, options)
     grids = made.grids()
-    bases = options.get("against", made.rows[0].arm).split(",")
     known = bases[0] == made.rows[0].arm and "split" not in options  # or there is nothing to subtract
     joint = known and (len(bases) > 1 or len(made.measured) == 1)
     shown = [beside(made, bases)] if joint else [grids[0], *(grids[2:] if known else [])]
@@ -262,9 +269,7 @@ def table(words: str, folder: Path = RESULTS, logs: Path | None = None) -> str:
     if known and "margin" in options:
         parts.append(grid_markdown(equivalence(made, float(options["margin"]))))
     if "picture" in options:
-        of_length = BY_LENGTH.fullmatch(made.columns[0])
-        shown = "mean and spread by length" if of_length else f"{made.columns[0]} of every seed"
-        parts.append(f"![{shown}, by arm]({options['picture']})")
+        parts.append(_image(made, options))
     parts += [f"{sentence}." for sentence in read_otherwise(made.runs)]
     commits = sorted({str(run.summary["commit"])[:9] for run in made.runs})
     seeds = ", ".join(map(str, sorted({run.seed for run in made.runs})))
@@ -272,6 +277,19 @@ def table(words: str, folder: Path = RESULTS, logs: Path | None = None) -> str:
     sources = [f"`results/{name}.csv`"] if folder / f"{name}.csv" in places else []
     sources += [f"`logs/{name}`"] if logs and logs / name in places else []
     return "\n\n".join([*parts, f"Rows: {' and '.join(sources)}, commit {', '.join(commits)}; seeds {seeds}."])
+
+
+def _image(made: Table, options: Mapping[str, str]) -> str:
+    column, first = made.columns[0], made.rows[0].arm
+    if BY_LENGTH.fullmatch(column):
+        shown = "mean and spread by length"
+    elif "x" in options:
+        shown = f"mean {column} against {options['x']}"
+    elif options.get("draw") == "differences":
+        shown = f"{column} minus {first}, mean and 95 % interval"
+    else:
+        shown = f"{column} of every seed"
+    return f"![{shown}, by arm]({options['picture']})"
 
 
 def beside(made: Table, bases: Sequence[str]) -> Grid:
@@ -381,16 +399,34 @@ def names(words: str) -> str:
 
 def picture(words: str, page: Path, folder: Path = RESULTS, logs: Path | None = None) -> None:
     """Draw the picture of a marker, where it has one and there are rows, beside its page."""
-    _, made, options = _parsed(words, folder, logs)
+    _, made, _, options = _parsed(words, folder, logs)
     if not made.runs or "picture" not in options:
         return
     column, place = made.columns[0], page.parent / options["picture"]
     if by_length := BY_LENGTH.fullmatch(column):
         write_whole(place, plots.png(plots.quantities(_by_length(made, by_length["run"]))))
         return
-    values = {row.arm: [run.value(column) for run in made.runs if run.arm == row.arm] for row in made.rows}
-    figure, (axes,) = plots.figure(width=5.2, height=1.0 + 0.25 * len(values))
-    plots.seeds(axes, {arm: [x for x in each if x is not None] for arm, each in values.items()}, plots.label(column))
+
+    def values(column: str) -> dict[str, list[float]]:
+        """The values of all seeds, by arm."""
+        each = {row.arm: [run.value(column) for run in made.runs if run.arm == row.arm] for row in made.rows}
+        return {arm: [x for x in some if x is not None] for arm, some in each.items()}
+
+    differences = options.get("draw") == "differences"
+    lines = max(len(name.splitlines()) for name in plots.named(row.arm for row in made.rows).values())
+    height = 3.2 if "x" in options else 1.0 + (0.12 + 0.13 * lines) * len(made.rows)
+    figure, (axes,) = plots.figure(width=5.2, height=height)
+    if "x" in options:
+        across, up = values(options["x"]), values(column)
+        pairs = {arm: (across[arm], up[arm]) for arm in up}
+        plots.against(axes, pairs, plots.label(options["x"]), plots.label(column))
+    elif differences:
+        better = MEANINGS.get(column.rpartition("/")[2], "").rpartition("; ")[2]
+        label = f"{plots.label(column)}\nminus {made.rows[0].arm}" + (f"; {better}" if better else "")
+        apart = {arm: cells[column] for arm, cells in made.differences().items()}
+        plots.differences(axes, apart, label, float(options.get("margin", 0)))
+    else:
+        plots.seeds(axes, values(column), plots.label(column))
     write_whole(place, plots.png(figure))
 
 
@@ -408,8 +444,11 @@ def _by_length(made: Table, run: str) -> dict[str, dict[str, list[dict[int, floa
     return points
 
 
-def _parsed(words: str, folder: Path, logs: Path | None = None) -> tuple[str, Table, dict[str, str]]:
-    """Return the file's name, the table and the options of a marker of rows. Raises ConfigError for an absent seed."""
+def _parsed(words: str, folder: Path, logs: Path | None = None) -> tuple[str, Table, list[str], dict[str, str]]:
+    """Return the file's name, the table, the arms that are subtracted, and the options of a marker of rows.
+
+    Raises ConfigError for an absent seed or arm, and for a label that two arms have.
+    """
     name, *rest = words.split()
     options = dict(word.split("=", 1) for word in rest if "=" in word)
     columns, path = [word for word in rest if "=" not in word], folder / f"{name}.csv"
@@ -423,13 +462,39 @@ def _parsed(words: str, folder: Path, logs: Path | None = None) -> tuple[str, Ta
         for change in filter(None, map(CHANGE.fullmatch, columns)):
             ends = run.value(change["after"]), run.value(change["before"])
             run.summary[change[0]] = math.log(ends[0] / ends[1]) if ends[0] and ends[1] else None
-    first = options.get("against", "").split(",")[0]
+    bases = options["against"].split(",") if "against" in options else []
     with_runs = dict.fromkeys(run.arm for run in trained)
     arms = options["arms"].split(",") if "arms" in options else with_runs
     for arm in arms:
         if with_runs and arm not in with_runs:
             raise unknown("arm", arm, with_runs, path.name)
-    return name, summarise(trained, columns, sorted(arms, key=lambda arm: arm != first)), options
+    made = summarise(trained, columns, sorted(arms, key=lambda arm: arm not in bases[:1]))
+    shown = _shown(trained, [*(row.arm for row in made.rows), *bases])
+    labelled = [replace(row, arm=shown[row.arm]) for row in made.rows]
+    made = replace(made, rows=tuple(labelled), runs=tuple(replace(run, arm=shown[run.arm]) for run in made.runs))
+    return name, made, [shown[base] for base in bases] or [row.arm for row in labelled[:1]], options
+
+
+def _shown(runs: Iterable[RunSummary], arms: Iterable[str]) -> dict[str, str]:
+    """Return the name of each arm on a page: its label, and what stands behind a space. Raises ConfigError."""
+    commands = (EXPERIMENT.search(str(run.summary.get("command"))) for run in runs)
+    labels: dict[str, str] = {}
+    for experiment in sorted({match[1] for match in commands if match}):
+        labels |= _labels(experiment)
+    shown: dict[str, str] = {}
+    for arm in dict.fromkeys(arms):
+        first, space, rest = arm.partition(" ")
+        text = f"{labels.get(first, first)}{space}{rest}"
+        if text in shown.values():
+            raise ConfigError(f"labels.{first} must be the label of one arm, got {text} again")
+        shown[arm] = text
+    return shown
+
+
+def _labels(experiment: str) -> Mapping[str, str]:
+    """Return the labels in the yaml of an experiment, without those of a yaml that it builds on."""
+    path = paths.configs() / f"experiment/{experiment}.yaml"  # not composed: that takes seconds
+    return (OmegaConf.load(path).get("labels") if path.is_file() else None) or {}
 
 
 def _nested(line: Mapping[str, str]) -> dict[str, Any]:
@@ -461,7 +526,7 @@ def main(pages: Sequence[str], folder: Path = RESULTS, logs: Path | None = None)
             write_whole(page, after.encode())
         if after != before or logs:  # a page of one's own has no pictures yet
             for match in MARKED.finditer(after):
-                if match["kind"] == "rows":
+                if match["kind"] in ("rows", "picture"):
                     picture(match["words"], page, folder, logs)
         if count := len(MARKED.findall(before)):
             print(f"{os.path.relpath(page)}: {count} tables")
