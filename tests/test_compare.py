@@ -354,7 +354,7 @@ def test_a_figure_is_a_file_and_what_a_notebook_shows(monkeypatch: pytest.Monkey
     monkeypatch.setattr(plots, "png", png)
     figure: Any = plots.figure(width=1, height=1)[0]
     assert png(figure).startswith(b"\x89PNG")
-    assert figure._repr_png_() == png(figure, 100)
+    assert figure._repr_png_() == (png(figure, 200), {"width": 100, "height": 100})
 
 
 def test_without_matplotlib_there_are_tables(

@@ -15,7 +15,8 @@ from short_runs import NO_PICTURES
 from small import RATIO, W, build, random_tokens
 
 import gsm
-from gsm.analysis.attention import attention_map
+from gsm.analysis.attention import attention_map, attention_of
+from gsm.layers.key_value import RangeAttention
 from gsm.notebook import (
     finished_runs,
     load,
@@ -24,8 +25,9 @@ from gsm.notebook import (
     show_state,
     trained,
 )
-from gsm.paths import ROOT
+from gsm.paths import ROOT, variants
 
+WIDGETS = "application/vnd.jupyter.widget-state+json"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 BRIEF = ("trainer.max_steps=4", "trainer.val_check_interval=2", "trainer.log_every_n_steps=1")
 BRIEF += ("data.validation_sequences=4", NO_PICTURES)
@@ -45,6 +47,41 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path
     run_sync(manager.shutdown_kernel)(now=True)
 
 
+def slide(client: Any, widget: str, index: int) -> list[str]:
+    """Move a slider as a browser does; the kinds of what the kernel shows for it."""
+    from nbclient.util import run_sync
+
+    data = {"method": "update", "state": {"index": index}, "buffer_paths": []}
+    message = client.session.msg("comm_msg", {"comm_id": widget, "data": data})
+    client.shell_channel.send(message)
+    kinds: list[str] = []
+    while True:
+        answer = run_sync(client.get_iopub_msg)(timeout=60)
+        if answer["parent_header"].get("msg_id") == message["header"]["msg_id"]:
+            if answer["content"].get("execution_state") == "idle":
+                return kinds
+            kinds += ["error"] if answer["msg_type"] == "error" else list(answer["content"].get("data", {}))
+
+
+@pytest.mark.slow
+def test_a_slider_shows_an_error_of_its_picture(kernel: tuple[Any, Path]):
+    from nbclient import NotebookClient
+
+    cells = [
+        "from gsm import notebook, plots\ntitles = ['first']",
+        "draw = lambda number: notebook.show_one(lambda axes: axes.set_title(titles[number]))",
+        "notebook.explore(draw, range(2))",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    client = NotebookClient(notebook, km=kernel[0], timeout=None)
+    client.execute()
+    models = notebook.metadata["widgets"][WIDGETS]["state"]
+    slider = next(name for name, model in models.items() if model["model_name"] == "SelectionSliderModel")
+    assert "error" in slide(client.kc, slider, 1)
+    assert "image/png" in slide(client.kc, slider, 0)
+    client.kc.stop_channels()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # a busy machine is no mistake of a notebook's
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -57,6 +94,11 @@ def test_a_notebook_runs_and_draws(path: Path, kernel: tuple[Any, Path]):
     notebook.cells.insert(0, nbformat.v4.new_code_cell(f"%reset -f\n__import__('os').chdir({str(path.parent)!r})"))
     client = NotebookClient(notebook, km=manager, timeout=None)
     client.execute()
+    models = notebook.metadata.get("widgets", {}).get(WIDGETS, {}).get("state", {})
+    for name, model in models.items():
+        if model["model_name"] == "SelectionSliderModel":
+            moved = slide(client.kc, name, len(model["state"]["_options_labels"]) - 1)
+            assert "image/png" in moved and "error" not in moved, f"the slider shows {moved} when it is moved later"
     client.kc.stop_channels()
     assert not (cache / "notebook").exists()
     for cell in notebook.cells:
@@ -81,6 +123,13 @@ def test_a_model_in_the_cache_is_not_trained_again(
     assert not model.training and data.task.pairs == 10
     assert {run.arm for run in finished_runs(tmp_path / "notebook")} == {"gsm", "handed_on"}
     assert load(tmp_path / "notebook/handed_on-seed0-wait")[1].context == data.context
+
+
+def test_names_that_do_not_exist(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"^arm .* gsm, delta_net, .* got 'gsmm'$"):
+        trained("gsmm")
+    with pytest.raises(FileNotFoundError, match="^folder .*nothing$"):
+        finished_runs(tmp_path / "nothing")
 
 
 def test_a_figure_is_saved_for_print(tmp_path: Path):
@@ -129,6 +178,35 @@ def test_the_map_of_a_layer_with_a_window_of_its_own_has_it_beside_the_state():
     assert torch.allclose(map_RT[19, 18], weight_RE[19, 0] + weight_RE[19, 2 + own - 2])
     assert torch.allclose(map_RT[19, 20 - own], weight_RE[19, 2])
     assert torch.allclose(map_RT.sum(1) + weight_RE[:, -1], torch.ones_like(weight_RE[:, -1]))
+
+
+@pytest.mark.parametrize("model_name", variants("model"))
+def test_every_recorded_attention_has_a_causal_map_that_sums_to_one_with_its_sink(model_name: str):
+    model = build(model_name)
+    with gsm.record() as seen:
+        model(random_tokens(1, 20))
+    for tap in [tap for tap in seen if tap.endswith("/weights")]:
+        name, weight_RHE = tap.removesuffix("/weights"), seen[tap][0]
+        map_RT = attention_map(model, seen, name)
+        assert map_RT.shape == (20, 20) and not map_RT.triu(1).any(), name
+        no_sink = isinstance(attention_of(model, name), RangeAttention)
+        whole_R = weight_RHE.sum(-1).mean(1) if no_sink else 1 - weight_RHE[..., -1].mean(1)
+        assert torch.allclose(map_RT.sum(1), whole_R), name
+        heads_HRT = torch.stack([attention_map(model, seen, name, head=head) for head in range(weight_RHE.shape[1])])
+        assert torch.allclose(heads_HRT.mean(0), map_RT), name
+
+
+def test_a_map_names_the_attentions_or_heads_that_there_are():
+    model = build("gated_delta_net")
+    with gsm.record() as seen:
+        model(random_tokens(1, 20))
+    with pytest.raises(KeyError, match="decoder/1/weights"):
+        attention_map(model, seen, "decoder/1")
+    model = build("transformer")
+    with gsm.record() as seen:
+        model(random_tokens(1, 20))
+    with pytest.raises(ValueError, match=r"head .* \[0, 3\], got 9"):
+        attention_map(model, seen, "decoder/1", head=9)
 
 
 @pytest.mark.parametrize("name", ["encoder/2", "encoder/4", "stage/1"])

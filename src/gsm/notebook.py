@@ -3,28 +3,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from gsm import paths, plots
 from gsm.analysis import figures, views
-from gsm.analysis.attention import attention_map
+from gsm.analysis.attention import attention_map, decoder_attention, decoder_layers, entries_back
 from gsm.analysis.rollout import Routes
+from gsm.analysis.state import state_facts
 from gsm.config.compose import compose, quoted
 from gsm.config.load import build_model, instantiate, load_model, load_tokenizer, vetted_node
 from gsm.config.stored import is_finished, read_checkpoint, started
-from gsm.costs.model import Cost, cost
+from gsm.costs.model import Cost, Parts, cost
 from gsm.data.cache import cache_folder
+from gsm.data.recall import Task
 from gsm.data.synthetic import SyntheticData
 from gsm.experiments.runs import Experiment
 from gsm.experiments.table import RunSummary, list_trial, read_runs
+from gsm.explorer.words import questions_of, tokens
 from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
-from gsm.observe import Recording, Taps
+from gsm.observe import Recording, Taps, record
+from gsm.tables import grid_text, number_text
 from gsm.training.callbacks.metrics_file import read_metrics
 from gsm.training.run import train
 
@@ -44,12 +48,17 @@ def trained(arm: str = "gsm", *overrides: str) -> tuple[LanguageModel, Synthetic
     Args:
         arm: an arm of ``configs/experiment/_notebook.yaml``.
         overrides: overrides of the training, as on the command line.
+
+    Raises:
+        ValueError: there is no such arm. ConfigError: an override that the command line would refuse.
     """
     packaged = paths.trained().get(f"needle_{arm}")
     if packaged and not overrides:
         return load(packaged)
     arguments = ["experiment=_notebook", "name=notebook", f"logs={quoted(cache_folder())}", *overrides]
     experiment = Experiment(compose(arguments), arguments)
+    if arm not in experiment.arms:
+        raise ValueError(f"arm must be one of {', '.join(experiment.arms)}, got {arm!r}")
     trial = experiment.trial(arm, 0)
     list_trial(experiment.folder, trial.line())
     runs = list(trial.runs.values())
@@ -82,13 +91,19 @@ def finished_runs(folder: str | Path | None = None) -> list[RunSummary]:
     """Return the finished runs of an experiment, ``logs/<name>``, with arms in the experiment's order.
 
     By default it is the experiment that ended last, or the packaged needle models if there is none.
+
+    Raises:
+        FileNotFoundError: no run in the folder has finished.
     """
     if folder is None:
         runs = [
             file.parent for file in (paths.runs_home() / "logs").glob("*/*/summary.json") if is_finished(file.parent)
         ]
         folder = max(runs, key=started).parent if runs else paths.TRAINED / "needle"
-    return [run for run in read_runs(folder) if run.finished]
+    finished = [run for run in read_runs(folder) if run.finished]
+    if not finished:
+        raise FileNotFoundError(f"folder must be of an experiment with a finished run, as logs/<name>, got {folder}")
+    return finished
 
 
 def save(figure: Figure, name: str) -> list[Path]:
@@ -114,6 +129,58 @@ def text(checkpoint: str | Path, source: str, tokens: int) -> Tensor:
     return torch.tensor(load_tokenizer(checkpoint).encode(source)[:tokens])
 
 
+def words(named: LanguageModel | Task | None, source: str | Tensor) -> list[str]:
+    """Return the tokens of a text or a task in writing, for the axes of pictures: ``the``, ``K8``, ``V3``; a key that
+    is asked about is ``K8?``. Spaces and line breaks become signs.
+
+    Args:
+        named: a model that has learned from text, or ``data.task`` of a synthetic run; None: numbers.
+        source: a text, or tokens, int64 [T].
+
+    Raises:
+        ValueError: a text, and no tokenizer.
+    """
+    task = None if isinstance(named, LanguageModel) else named
+    asked = {question.key for question in questions_of(task, source)} if isinstance(source, Tensor) else set()
+    signs = str.maketrans({"\n": "↵", " ": "·", "\t": "→", "$": r"\$"})  # matplotlib reads formulas between dollars
+    written = [word.translate(signs) for word in tokens(named, source)]
+    return [word + "?" if place in asked else word for place, word in enumerate(written)]
+
+
+def arms(folder: str | Path, seed: int | None = None) -> dict[str, tuple[LanguageModel, SyntheticData]]:
+    """Load a model of each arm of an experiment on a synthetic task, with its task (``load``).
+
+    Args:
+        folder: ``logs/<name>``.
+        seed: of the runs; None: the first of each arm.
+
+    Raises:
+        FileNotFoundError: no run has finished, or none of that seed. ValueError: as ``load``.
+    """
+    runs = {run.arm: run for run in reversed(finished_runs(folder)) if seed in (None, run.seed)}
+    if not runs:
+        raise FileNotFoundError(f"seed must be that of a finished run in {folder}, got {seed}")
+    return {arm: load(runs[arm].folder) for arm in reversed(runs)}
+
+
+def compare_states(models: Mapping[str, GSM], token_BT: Tensor) -> str:
+    """Return a table of the models' states for the same text: the mean length of z, the effective rank of the state
+    that the last row sees, the share of z by the encoder and by each stage.
+
+    Args:
+        models: by name.
+        token_BT: int64, one document a sequence.
+    """
+    rows: dict[str, dict[str, float]] = {}
+    for name, model in models.items():
+        with torch.no_grad(), model.evaluating(), record("position", "state/*", "stage/*/increment") as seen:
+            model.forward(token_BT)
+        rows[name] = state_facts(model, seen) | views.shares(model, seen)
+    columns = list(dict.fromkeys(column for facts in rows.values() for column in facts))
+    head = ["model", *(column.removeprefix("state/").replace("_", " ") for column in columns)]
+    return grid_text([head, *([name, *(number_text(facts.get(c)) for c in columns)] for name, facts in rows.items())])
+
+
 def show_one(draw: Callable[..., None], *arguments: Any, height: float = HEIGHT, **options: Any) -> Figure:
     """Draw one picture of ``gsm.analysis.figures`` or ``gsm.plots``; their arguments but the axes."""
     figure, (axes,) = plots.figure(width=WIDTH, height=height)
@@ -130,7 +197,10 @@ def show_beside(draws: Sequence[Callable[[Axes], None]], height: float = HEIGHT,
 
 
 def explore(draw: Callable[[int], Figure], choices: Sequence[int]) -> Any:
-    """Show the picture of a number chosen with a slider; without ipywidgets, the picture of the first number."""
+    """Show the picture of a number chosen with a slider; without ipywidgets, the picture of the first number.
+
+    An error in a later picture stands below the slider.
+    """
     try:
         import ipywidgets
         from IPython.display import display
@@ -138,23 +208,27 @@ def explore(draw: Callable[[int], Figure], choices: Sequence[int]) -> Any:
         return draw(choices[0])
     slider, below = ipywidgets.SelectionSlider(options=list(choices), value=choices[0]), ipywidgets.Output()
 
-    def show(number: int) -> None:
-        figure = draw(number)  # outside of the block, because an Output hides errors
-        with below:
+    def show(change: Any) -> None:
+        with below:  # it shows an error in place of the picture
             below.clear_output(wait=True)
-            display(figure)
+            display(draw(change["new"]))
 
-    slider.observe(lambda change: show(change["new"]), names="value")
-    show(choices[0])
+    slider.observe(show, names="value")
+    first = draw(choices[0])  # outside of the block, so that an error is the cell's
+    with below:
+        display(first)
     return ipywidgets.VBox([slider, below])
 
 
 def show_curves(runs: Sequence[RunSummary], metric: str = "val/loss") -> Figure:
-    """Draw learning curves: one line per arm, the mean over its seeds, in a band from the lowest to the highest."""
+    """Draw learning curves: one line per arm, the mean over its seeds, in a band from the lowest to the highest. If no
+    run has two values of the metric, as after a single validation, draw the training loss."""
     arms: dict[str, list[dict[Any, float]]] = {}
     for run in runs:
         values = read_metrics(run.curves).get(metric)
         arms.setdefault(run.arm, []).extend([dict(values)] if values else [])
+    if metric != "train/loss" and max((len(seed) for seeds in arms.values() for seed in seeds), default=0) < 2:
+        return show_curves(runs, "train/loss")
     return show_one(plots.curves, arms, "optimizer step", plots.label(metric))
 
 
@@ -184,14 +258,26 @@ def show_costs(models: Sequence[str], size: str, lengths: Sequence[int]) -> Figu
     panels: dict[str, Callable[[Cost, int], float]] = {
         "prefill (GFLOP per token)": lambda cost, tokens: cost.prefill_flops(tokens).total() / tokens / 1e9,
         "decode (GB moved per token)": lambda cost, tokens: cost.decode_bytes(tokens).total() / 1e9,
+        "of it the decoder (MB)": lambda cost, tokens: _of_decoder(cost.decode_bytes(tokens)) / 1e6,
         "cache (MiB)": lambda cost, tokens: cost.cache_bytes(tokens).total() / 2**20,
     }
-    figure, axes = plots.figure(len(panels), width=WIDTH / len(panels), height=HEIGHT)
+    figure, axes = plots.figure(2, width=WIDTH / 2, height=0.85 * HEIGHT, rows=2)
     for panel, (label, value) in zip(axes, panels.items(), strict=True):
         curves = {name: [{n: value(of_model, n) for n in lengths}] for name, of_model in costs.items()}
         plots.curves(panel, curves, "tokens", label)
         panel.set(xscale="log", yscale="log")
+        plots.plain_numbers(panel.yaxis)
+    handles, names = axes[0].get_legend_handles_labels()
+    for panel in axes:
+        cast(Any, panel.get_legend()).remove()
+    below: dict[str, Any] = {"loc": "outside lower center", "ncols": len(names)}
+    figure.legend(handles, names, frameon=False, fontsize=plots.SMALL, **below)
     return figure
+
+
+def _of_decoder(parts: Parts) -> float:
+    """Return the part of the decoder's layers, whose keys begin with ``decoder/``."""
+    return sum(value for name, value in parts.items() if name.startswith("decoder/"))
 
 
 def picture(file: str | Path, command: str) -> Any:
@@ -209,42 +295,76 @@ def describe(seen: Recording) -> str:
     return str(Taps.of(seen))
 
 
-def show_attention(model: GSM, seen: Recording, names: Sequence[str]) -> Figure:
-    """Draw attention maps (``figures.attention``) of the first sequence, two in a row, one for each name
-    (``encoder/3``, ``stage/1``, ``decoder/5``)."""
-    figure, panels = plots.figure(2, width=WIDTH / 2, height=HEIGHT, grid=False, rows=-(-len(names) // 2))
-    for axes, name in zip(panels, names, strict=False):
-        figures.attention(axes, attention_map(model, seen, name), name)
-    for axes in panels[len(names) :]:
+def show_attention(
+    model: LanguageModel,
+    seen: Recording,
+    names: Sequence[str],
+    words: Sequence[str] = (),
+    heads: Sequence[int | None] = (None,),
+) -> Figure:
+    """Draw attention maps of the first sequence on one scale, two in a row.
+
+    Args:
+        model: the model that was recorded, of any kind.
+        seen: as of ``attention.attention_map``; errors as there.
+        names: ``encoder/3``, ``stage/1``, ``decoder/5``; a map for each.
+        words: the tokens, for the axes.
+        heads: a map for each head; None: the mean over heads.
+    """
+    maps = {
+        name if head is None else f"{name}, head {head}": attention_map(model, seen, name, head=head)
+        for name in names
+        for head in heads
+    }
+    highest, rows = figures.bright_end(list(maps.values())), -(-len(maps) // 2)
+    figure, panels = plots.figure(2, width=WIDTH / 2, height=0.95 * WIDTH / 2, grid=False, rows=rows)
+    for axes, (title, map_RT) in zip(panels, maps.items(), strict=False):
+        figures.attention(axes, map_RT, title, words, highest)
+    for axes in panels[len(maps) :]:
         axes.set_visible(False)
+    figures.colour_bar(figure, panels[: len(maps)], "weight", extend="max")
     return figure
 
 
-def show_routes(routes: Routes, rows: Sequence[int], needle_places: Sequence[int] = ()) -> Figure:
+def show_routes(
+    routes: Routes, rows: Sequence[int], needle_places: Sequence[int] = (), words: Sequence[str] = ()
+) -> Figure:
     """Draw the sources of the entries of some rows (``figures.route_map``), one panel per route."""
-    figure, panels = plots.figure(1, width=WIDTH, height=0.5 + 0.12 * len(rows), grid=False, rows=len(routes.names))
+    figure, panels = plots.figure(1, width=WIDTH, height=0.6 + 0.14 * len(rows), grid=False, rows=len(routes.names))
     for axes, way in zip(panels, routes.names, strict=True):
-        figures.route_map(axes, routes, way, rows, needle_places)
+        figures.route_map(axes, routes, way, rows, needle_places, words)
     for axes in panels[:-1]:
         axes.set_xlabel("")
+        axes.tick_params(labelbottom=False)
+    figures.colour_bar(figure, panels, "share of the entry")
     return figure
 
 
-def show_increments(seen: Recording) -> Figure:
-    """Draw the norms of the encoder's output e, of every stage's increment, and of z, by position."""
+def show_increments(seen: Recording, words: Sequence[str] = ()) -> Figure:
+    """Draw the norms of the encoder's output e, of every stage's increment, and of z, by position; ``words`` are the
+    tokens."""
     figure, (axes,) = plots.figure(width=WIDTH, height=HEIGHT)
     names = ["state/e", *sorted(name for name in seen if name.endswith("/increment")), "state/z"]
     for name, style in plots.styles(names).items():
         axes.plot(seen[name][0].norm(dim=-1).cpu(), style.line, color=style.colour, label=name, linewidth=1.2)
-    axes.set(xlabel="position (tokens)", ylabel="Euclidean length of the vector", ylim=(0, None))
-    axes.legend(frameon=False, fontsize=8)
+    axes.set_ylim(0, None)
+    if words:
+        plots.tokens(axes.xaxis, words)
+    plots.finish(axes, "" if words else "position (tokens)", "Euclidean length of the vector", **figures.RIGHT)
     return figure
 
 
 def show_state(model: GSM, seen: Recording) -> Figure:
     """Draw the decoder's attention to the shared state: one line per layer, one column per entry, the sink on the
-    right."""
-    return views.decoder(model, seen, width=WIDTH, height=2.2)
+    right. The scale is even, and ends at the highest weight."""
+    weight_LE, layers = decoder_attention(model, seen), decoder_layers(model)
+    figure, (axes,) = plots.figure(width=WIDTH, height=2.2, grid=False)
+    longest = layers[int(weight_LE.isnan().sum(1).argmin())]
+    back_W = entries_back(model, f"decoder/{longest}", weight_LE.shape[1] - 1)
+    highest = float(weight_LE.nan_to_num().max())
+    figures.state_read(axes, weight_LE, back_W, layers, "decoder layer", highest=highest)
+    figures.colour_bar(figure, [axes], "weight, mean of heads")
+    return figure
 
 
 @torch.no_grad()
@@ -262,5 +382,5 @@ def show_memory(model: LanguageModel, token_T: Tensor, lengths: Sequence[int]) -
     kibibytes = [[size.get(kind, 0) / 1024 for size in sizes] for kind in kinds]
     axes.stackplot(lengths, kibibytes, labels=[kind.replace("_", " ") for kind in kinds], colors=plots.COLOURS)
     axes.set(xlabel="tokens read", ylabel="memory (KiB)")
-    axes.legend(frameon=False, reverse=True, loc="upper left", fontsize=8)
+    axes.legend(frameon=False, reverse=True, fontsize=8, **figures.RIGHT)
     return figure

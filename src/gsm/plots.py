@@ -39,6 +39,7 @@ PANEL = (3.6, 2.8)  # inches
 FEW = 8  # curves of at most this number of points have markers: a single point has no line
 SMALL = 8  # size of the smallest letters, in points
 LINE = 28  # letters of an arm's name in one line
+LETTER = 0.11  # inches that a token takes across its axis
 MANY = 6  # largest number of arms with a legend inside the axes
 REMEDY = f"pictures need matplotlib: {paths.install('plots')}"
 LABELS = {
@@ -124,7 +125,7 @@ def figure(
     except ImportError as error:
         raise ImportError(REMEDY) from error
     made = Figure(figsize=(width * columns, height * rows), layout="constrained")
-    made._repr_png_ = partial(png, made, 100)  # pyright: ignore[reportAttributeAccessIssue]  # IPython calls it
+    made._repr_png_ = partial(_shown, made)  # pyright: ignore[reportAttributeAccessIssue]  # IPython calls it
     panels = list(made.subplots(rows, columns, squeeze=False).flat)
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
@@ -133,6 +134,12 @@ def figure(
         axes.set_axisbelow(True)
         axes.tick_params(labelsize=SMALL)
     return made, panels
+
+
+def _shown(made: Figure) -> tuple[bytes, dict[str, int]]:
+    """The figure for a notebook: twice as many dots as its size on the page, for sharp letters on any screen."""
+    width, height = (round(100 * inches) for inches in made.get_size_inches())
+    return png(made), {"width": width, "height": height}
 
 
 def png(made: Figure, dots_per_inch: int = 200) -> bytes:
@@ -399,6 +406,18 @@ def plain_numbers(axis: Axis) -> None:
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axis.set_minor_formatter(NullFormatter())
+
+
+def tokens(axis: Axis, words: Sequence[str], places: Sequence[float] | None = None) -> None:
+    """Label an axis with tokens; where there are more than fit, with every second, third, ..."""
+    axes, along_x = axis.axes, axis is axis.axes.xaxis
+    spec, made = axes.get_subplotspec(), axes.figure.get_figure(root=True)
+    rows, columns = spec.get_gridspec().get_geometry() if spec else (1, 1)
+    inches = made.get_figwidth() / columns if along_x else made.get_figheight() / rows
+    step = max(1, -(-len(words) // max(1, int(0.75 * inches / LETTER))))
+    numbers = list(range(len(words)) if places is None else places)
+    axis.set_ticks(numbers[::step], labels=list(words)[::step])
+    axis.set_tick_params(labelsize=SMALL - 2, rotation=90 if along_x else 0)
 
 
 def _beside(names: Mapping[str, str]) -> dict[str, Any]:

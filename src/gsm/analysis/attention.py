@@ -10,51 +10,92 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from gsm.cache.slots import plan_slots
+from gsm.layers.key_value import RangeAttention
 from gsm.layers.latent_attention import LatentAttention
+from gsm.layers.nsa import NSA
+from gsm.layers.sparse import SparseAttention
+from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
 from gsm.observe import Recording
 from gsm.shapes import last_rows
 from gsm.slots.state_reader.base import StateAttention
 
 
-def attention_map(model: GSM, seen: Recording, name: str, sequence: int = 0) -> Tensor:
-    """How much every row looks at every position of a sequence, float [R, T]: the mean over heads.
+def attention_map(
+    model: LanguageModel, seen: Recording, name: str, sequence: int = 0, head: int | None = None
+) -> Tensor:
+    """How much every row looks at every position of a sequence, float [R, T]: of one head, or the mean over heads.
 
     The weight of a bank entry is divided evenly among its tokens; entries of the state that one position has written
-    are added up. Each row sums to less than 1; the rest is the sink's weight. Arguments as of ``attention_parts``.
+    are added up. Each row sums to at most 1; the rest, if any, is the sink's weight. Arguments as of
+    ``attention_parts``.
     """
-    near_RT, far_RT = attention_parts(model, seen, name, sequence)
+    near_RT, far_RT = attention_parts(model, seen, name, sequence, head)
     return near_RT + far_RT
 
 
-def attention_parts(model: GSM, seen: Recording, name: str, sequence: int = 0) -> tuple[Tensor, Tensor]:
-    """The same in two maps: one for the window (in a decoder layer, the state's entries), one for the bank.
+def attention_parts(
+    model: LanguageModel, seen: Recording, name: str, sequence: int = 0, head: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The same in two maps: one for single tokens (in GSM's decoder, the state's entries), one for the bank.
 
     Args:
         model: the model that was recorded.
         seen: one call without a memory, on documents from their beginnings (``position``, ``<name>/weights``, and
             ``<name>/top_k`` where a bank is read).
-        name: ``encoder/<l>``, ``stage/<s>`` or ``decoder/<l>``.
+        name: ``encoder/<l>``, ``stage/<s>`` or ``decoder/<l>``; in NSA ``decoder/<l>/selected`` and so on.
         sequence: which of the batch.
+        head: which head, from 0; None: the mean over heads.
+
+    Raises:
+        KeyError: the attention has no recorded weights; the error lists the recorded taps.
+        ValueError: there is no such head, or the model has no attention of that name.
     """
-    weight_RE, length = seen[f"{name}/weights"][sequence].mean(dim=1), seen["position"].shape[1]
+    weight_RHE, length = seen[f"{name}/weights"][sequence], seen["position"].shape[1]
+    if head is not None and not 0 <= head < weight_RHE.shape[1]:
+        raise ValueError(f"head must be one of the attention's, in [0, {weight_RHE.shape[1] - 1}], got {head}")
+    weight_RE = weight_RHE.mean(dim=1) if head is None else weight_RHE[:, head]
     rows, chosen_BRK = weight_RE.shape[0], seen.get(f"{name}/top_k")
+    near_RT, far_RT = weight_RE.new_zeros(2, rows, length)
+    part = attention_of(model, name)
+    if isinstance(part, RangeAttention):  # a weight for each token, or in NSA for each compressed block, and no sink
+        if isinstance(part, NSA) and name.endswith("/compressed"):
+            block_RF = torch.arange(weight_RE.shape[1], device=weight_RE.device).expand(rows, -1)
+            return near_RT, _spread(far_RT, weight_RE, block_RF, part.block, seen["position"][sequence])
+        return pad(weight_RE, (length - weight_RE.shape[1], 0)), far_RT
     window = weight_RE.shape[1] - 1 - (0 if chosen_BRK is None else chosen_BRK.shape[2])
     row_R1 = torch.arange(length - rows, length, device=weight_RE.device)[:, None]
     position_RW = row_R1 - entries_back(model, name, window).to(weight_RE.device)
-    near_RT, far_RT = weight_RE.new_zeros(2, rows, length)
     near_RT.scatter_add_(1, position_RW.clamp(min=0), weight_RE[:, :window] * (position_RW >= 0))
     if chosen_BRK is not None:
-        ratio, chosen_RK = model.geometry.encoder_ratio, chosen_BRK[sequence]
-        share_RK = weight_RE[:, window:-1] * (chosen_RK >= 0) / ratio
-        start_RK = slot_starts(model, seen["position"])[sequence, chosen_RK.clamp(min=0)]
-        for offset in range(ratio):
-            far_RT.scatter_add_(1, start_RK + offset, share_RK)
+        ratio = part.ratio if isinstance(part, SparseAttention) else cast(GSM, model).geometry.encoder_ratio
+        _spread(far_RT, weight_RE[:, window:-1], chosen_BRK[sequence], ratio, seen["position"][sequence])
     return near_RT, far_RT
+
+
+def _spread(map_RT: Tensor, weight_RK: Tensor, slot_RK: Tensor, ratio: int, position_T: Tensor) -> Tensor:
+    """Add the weights of slots to their tokens, in equal shares; a slot of -1 is none."""
+    start_F = _starts(position_T[None], ratio)[0]
+    if not len(start_F):
+        return map_RT
+    start_RK = start_F[slot_RK.clamp(min=0)]
+    share_RK = weight_RK * ((slot_RK >= 0) & (start_RK >= 0)) / ratio
+    for offset in range(ratio):
+        map_RT.scatter_add_(1, start_RK.clamp(min=0) + offset, share_RK)
+    return map_RT
+
+
+def attention_of(model: LanguageModel, name: str) -> nn.Module:
+    """Return the attention of the model with this prefix of its taps. Raises ValueError, naming those it has."""
+    parts = {part.name: part for part in model.modules() if isinstance(part, (LatentAttention, RangeAttention))}
+    found = parts.get(name) or parts.get(name.rpartition("/")[0])
+    if found is None:
+        raise ValueError(f"name must be of an attention of the model, {', '.join(parts) or 'none'}, got {name!r}")
+    return found
 
 
 def slot_starts(model: GSM, position_BT: Tensor) -> Tensor:
@@ -65,24 +106,26 @@ def slot_starts(model: GSM, position_BT: Tensor) -> Tensor:
         model: any GSM.
         position_BT: int64, the tap ``position`` of a call without a memory.
     """
-    ratio = model.geometry.encoder_ratio
+    return _starts(position_BT, model.geometry.encoder_ratio)
+
+
+def _starts(position_BT: Tensor, ratio: int) -> Tensor:
     return plan_slots(position_BT, ratio, None).end_BG - (ratio - 1)
 
 
-def entries_back(model: GSM, name: str, entries: int) -> Tensor:
+def entries_back(model: LanguageModel, name: str, entries: int) -> Tensor:
     """Return the number of positions between a row and each entry that its attention sees outside of the bank, int64
-    [W]. In a decoder layer, the state's entries come first, then the entries of its own window."""
-    own, each = own_entries(model, name), model.writer.slots if name.startswith("decoder/") else 1
+    [W]. In a decoder layer of GSM, the state's entries come first, then the entries of its own window."""
+    part = attention_of(model, name)
+    own, each = own_entries(model, name), part.slots if isinstance(part, StateAttention) else 1
     return torch.cat([torch.arange(entries - own - 1, -1, -1) // each, torch.arange(own - 1, -1, -1)])
 
 
-def own_entries(model: GSM, name: str) -> int:
+def own_entries(model: LanguageModel, name: str) -> int:
     """Return the number of entries, the last ones outside of the bank, that belong to a decoder layer's own window and
-    not to the state; 0 for other attentions."""
-    if not name.startswith("decoder/"):
-        return 0
-    block = list(model.decoder)[decoder_layers(model).index(int(name.removeprefix("decoder/")))]
-    return cast(StateAttention, block.attention).own_size
+    not to GSM's state; 0 for other attentions."""
+    part = attention_of(model, name)
+    return part.own_size if isinstance(part, StateAttention) else 0
 
 
 def decoder_layers(model: GSM) -> range:
@@ -91,17 +134,31 @@ def decoder_layers(model: GSM) -> range:
 
 
 def decoder_attention(model: GSM, seen: Recording) -> Tensor:
-    """Return the weights of the decoder's layers, float32 [L, E]: the mean over heads, and over the rows that see a
-    whole state. If no row does, the mean is over all rows but padding. A layer that reads fewer entries than others has
-    NaN for the older ones."""
+    """Return ``decoder_heads`` as a mean over heads, [L, E]."""
+    return decoder_heads(model, seen).mean(dim=1)
+
+
+def decoder_heads(model: GSM, seen: Recording, row: int | None = None) -> Tensor:
+    """Return the weights of the decoder's heads on the state, float32 [L, H, E]. A layer that reads fewer entries than
+    others has NaN for the older ones.
+
+    Args:
+        model: the model that was recorded.
+        seen: one call without a memory (``position``, ``decoder/*/weights``).
+        row: a row of the first sequence, from the end where below 0; None: the mean over all rows that see a whole
+            state, or if none does, over all but padding.
+    """
     means = []
     for layer in decoder_layers(model):
         weight_BRHE = seen[f"decoder/{layer}/weights"]
+        if row is not None:
+            means.append(weight_BRHE[0, row if row < 0 else row - seen["position"].shape[1]].float())
+            continue
         position_BR = last_rows(seen["position"], weight_BRHE.shape[1])
         whole_BR = position_BR >= model.writer.positions - 1
-        means.append(weight_BRHE[whole_BR if whole_BR.any() else position_BR >= 0].float().mean(dim=(0, 1)))
-    longest = max(map(len, means))
-    return torch.stack([pad(mean_E, (longest - len(mean_E), 0), value=torch.nan) for mean_E in means])
+        means.append(weight_BRHE[whole_BR if whole_BR.any() else position_BR >= 0].float().mean(dim=0))
+    longest = max(mean_HE.shape[1] for mean_HE in means)
+    return torch.stack([pad(mean_HE, (longest - mean_HE.shape[1], 0), value=torch.nan) for mean_HE in means])
 
 
 def names_of(model: GSM) -> list[str]:

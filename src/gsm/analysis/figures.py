@@ -12,6 +12,7 @@ from gsm import plots
 from gsm.analysis.attention import by_distance, names_of, sinks
 from gsm.analysis.attribution import Agreement
 from gsm.analysis.interventions import Answers
+from gsm.analysis.lens import Lens
 from gsm.analysis.needles import NeedleMap, NeedleTest
 from gsm.analysis.probes import Probe
 from gsm.analysis.rollout import Routes
@@ -25,13 +26,14 @@ if TYPE_CHECKING:
 
 COLUMNS = 512  # most columns of a map: more are not visible
 BROUGHT_BACK = "of the answer, brought back"
+RIGHT: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}  # a legend beside the axes
 BARS = (6, 1, 0, 4, 2, 3, 5)  # colours of bars: black for the unchanged model
 
 
-def route(axes: Axes, routes: Routes, row: int, needle: Sequence[int] = ()) -> None:
+def route(axes: Axes, routes: Routes, row: int, needle: Sequence[int] = (), words: Sequence[str] = ()) -> None:
     """Draw the sources of one row's entry of the state: a bar for each source position, a colour for each way.
 
-    The positions of a needle, ``needle``, get a mark below the axis.
+    The positions of a needle, ``needle``, get a mark above the bars. ``words`` are the tokens of the text.
     """
     below_T = torch.zeros_like(routes.share_STT[0, row])
     for name, style, share_TT in zip(routes.names, plots.styles(routes.names).values(), routes.share_STT, strict=True):
@@ -43,25 +45,36 @@ def route(axes: Axes, routes: Routes, row: int, needle: Sequence[int] = ()) -> N
         below_T = below_T + share_T
     if needle:
         mark = {"transform": axes.get_xaxis_transform(), "clip_on": False, "color": "#000000", "markersize": 6}
-        axes.plot(list(needle), [-0.02] * len(needle), "^", label="the needle", zorder=3, **mark)
+        axes.plot(list(needle), [1.02] * len(needle), "v", label="the needle", zorder=3, **mark)
     axes.set_xlim(-2, row + 2)
-    finish(axes, "source position (tokens)", f"share of the entry at {row}")
+    if words:
+        plots.tokens(axes.xaxis, words[: row + 1])
+    entry = f"{words[row]} at {row}" if words else str(row)
+    finish(axes, "" if words else "source position (tokens)", f"share of the entry of {entry}", **RIGHT)
 
 
-def route_map(axes: Axes, routes: Routes, way: str, rows: Sequence[int], needle_places: Sequence[int] = ()) -> None:
+def route_map(
+    axes: Axes,
+    routes: Routes,
+    way: str,
+    rows: Sequence[int],
+    needle_places: Sequence[int] = (),
+    words: Sequence[str] = (),
+) -> None:
     """Draw the sources of some rows' entries by one way: a line for each row, a column for each source position, all
-    ways on one scale. A ring marks the needle of each row's question."""
+    ways on one scale (``colour_bar``). A mark above its cell stands at the needle of each row's question."""
     highest = float(routes.share_STT[:, list(rows)].max())
     share_RT = routes.share_STT[routes.names.index(way), list(rows)]
-    picture = axes.imshow(share_RT.cpu(), vmin=0, vmax=highest, aspect="auto", interpolation="nearest", cmap="Greys")
+    axes.imshow(share_RT.cpu(), vmin=0, vmax=highest, aspect="auto", interpolation="nearest", cmap="Greys")
     if needle_places:
-        axes.plot(
-            list(needle_places), range(len(rows)), "o", color=plots.COLOURS[1], fillstyle="none", label="the needle"
-        )
-    axes.set_yticks(range(len(rows)), [str(row) for row in rows])
-    title = f"by {way}: {float(share_RT.sum()) / len(rows):.0%}"
-    finish(axes, "source position (tokens)", "entry of position", title, loc="upper right")
-    _scale(axes, picture, "share of the entry")
+        places = [row - 0.5 for row in range(len(rows))]
+        axes.plot(list(needle_places), places, "v", color=plots.COLOURS[1], markersize=4, clip_on=False)
+    axes.set_yticks(range(len(rows)), [f"{words[row]} {row}" if words else str(row) for row in rows])
+    axes.tick_params(axis="y", labelsize=SMALL - 1)
+    if words:
+        plots.tokens(axes.xaxis, words)
+    title = f"by {way}: {float(share_RT.sum()) / len(rows):.0%}" + ("   (▼: the needle)" if needle_places else "")
+    finish(axes, "" if words else "source position (tokens)", "entry of", title)
 
 
 def correlation(axes: Axes, agreement: Agreement, way: str = "rollout") -> None:
@@ -75,18 +88,39 @@ def correlation(axes: Axes, agreement: Agreement, way: str = "rollout") -> None:
     finish(axes, way.replace("_", " x "), "movement of z (its units)", title)
 
 
-def attention(axes: Axes, map_RT: Tensor, title: str) -> None:
+def attention(axes: Axes, map_RT: Tensor, title: str, words: Sequence[str] = (), highest: float | None = None) -> None:
     """Draw a map of attention: a line for each row, a column for each position that is read.
 
-    Colours follow the square root of the weight, so that small weights are visible, and end at the 99th percentile.
+    Colours follow the square root of the weight, so that small weights are visible.
+
+    Args:
+        axes: to draw on.
+        map_RT: ``attention.attention_map``.
+        title: of the picture.
+        words: the tokens, T of them; the rows are the last R.
+        highest: end of the colours; None: the map's ``bright_end``. Several maps need the same (``colour_bar``).
     """
     from matplotlib.colors import PowerNorm
 
-    weight_N = map_RT[map_RT > 0]
-    highest = float(weight_N.kthvalue(-(-99 * len(weight_N) // 100)).values)
-    picture = axes.imshow(map_RT.cpu(), norm=PowerNorm(0.5, vmin=0, vmax=highest), interpolation="nearest")
-    finish(axes, "position that is read", "position that reads", title)
-    _scale(axes, picture, "weight", extend="max")
+    norm = PowerNorm(0.5, vmin=0, vmax=bright_end([map_RT]) if highest is None else highest)
+    axes.imshow(map_RT.cpu(), norm=norm, interpolation="nearest")
+    if words:
+        plots.tokens(axes.xaxis, words)
+        plots.tokens(axes.yaxis, words[-len(map_RT) :])
+    finish(axes, "token that is read", "token that reads", title)
+
+
+def bright_end(maps: Sequence[Tensor]) -> float:
+    """Return the weight at which the colours of some maps end: the 99th percentile of those above 0."""
+    weight_N = torch.cat([map_RT[map_RT > 0].flatten() for map_RT in maps])
+    return float(weight_N.kthvalue(-(-99 * len(weight_N) // 100)).values) if len(weight_N) else 1.0
+
+
+def colour_bar(figure: Figure, panels: Sequence[Axes], label: str, **options: Any) -> None:
+    """Draw one colour bar for all panels, whose pictures have one scale."""
+    bar = figure.colorbar(panels[0].images[0], ax=list(panels), aspect=30, pad=0.02, **options)
+    bar.ax.tick_params(labelsize=SMALL - 1)
+    bar.set_label(label, fontsize=SMALL)
 
 
 def selection(axes: Axes, map_RT: Tensor, title: str = "") -> None:
@@ -103,7 +137,15 @@ def selection(axes: Axes, map_RT: Tensor, title: str = "") -> None:
     finish(axes, "token that is read", "token that reads", title)
 
 
-def state_read(axes: Axes, weight_YE: Tensor, back_W: Tensor, rows: Sequence[int], y: str, title: str = "") -> None:
+def state_read(
+    axes: Axes,
+    weight_YE: Tensor,
+    back_W: Tensor,
+    rows: Sequence[int],
+    y: str,
+    title: str = "",
+    highest: float | None = None,
+) -> None:
     """Draw attention to the state: a line for each of ``rows`` (layers, or tokens one after another), a column for each
     entry that a decoder layer sees, by its distance in tokens before the row's own entry, and then the sink.
 
@@ -114,13 +156,14 @@ def state_read(axes: Axes, weight_YE: Tensor, back_W: Tensor, rows: Sequence[int
         rows: their numbers, ascending by 1.
         y: their name.
         title: of the picture.
+        highest: end of an even scale from 0 (``colour_bar``); None: the logarithmic one of ``weight_scale``.
     """
     from matplotlib.ticker import MaxNLocator
 
     entries = len(back_W)
     wide = max(1, entries // 12)  # the sink, so that it can be seen beside many entries
     ends = (-0.5, entries + wide - 0.5, rows[-1] + 0.5, rows[0] - 0.5)
-    _weights(axes, torch.cat([weight_YE[:, :-1], weight_YE[:, -1:].expand(-1, wide)], dim=1), extent=ends)
+    _weights(axes, torch.cat([weight_YE[:, :-1], weight_YE[:, -1:].expand(-1, wide)], dim=1), ends, highest)
     axes.axvline(entries - 0.5, color="white", linewidth=1.5)
     step = max(1, entries // 3)
     ticks = range(entries - 1 - step, 0, -step)  # a tick at the row's own would run into that of the sink
@@ -136,7 +179,130 @@ def weight_scale(figure: Figure, panels: Sequence[Axes]) -> None:
     bar.set_ticks([0.001, 0.01, 0.1, 1], labels=["0.1 %", "1 %", "10 %", "100 %"])
     bar.ax.minorticks_off()
     bar.ax.tick_params(labelsize=SMALL)
-    bar.set_label("attention weight, mean over heads", fontsize=SMALL)
+    bar.set_label("weight, mean of heads", fontsize=SMALL)
+
+
+def state_heads(
+    axes: Axes, weight_LHE: Tensor, back_W: Tensor, layers: Sequence[int], words: Sequence[str] = (), title: str = ""
+) -> None:
+    """Draw each head's attention to the state: a line for each head, layer by layer, a column for each entry, by its
+    distance in tokens, and then the sink. Colours follow the square root of the weight, from 0 to 1 in every picture.
+
+    Args:
+        axes: to draw on.
+        weight_LHE: ``attention.decoder_heads``.
+        back_W: as of ``attention.entries_back``, one less than E.
+        layers: their numbers.
+        words: of one row, the tokens that the entries were written at; empty: distances.
+        title: of the picture.
+    """
+    from matplotlib.colors import PowerNorm
+
+    heads, norm = weight_LHE.shape[1], PowerNorm(0.5, vmin=0, vmax=1)
+    axes.imshow(weight_LHE.flatten(0, 1).cpu(), norm=norm, aspect="auto", interpolation="nearest")
+    for edge in range(heads, weight_LHE.shape[0] * heads, heads):
+        axes.axhline(edge - 0.5, color="white", linewidth=1.5)
+    axes.axvline(len(back_W) - 0.5, color="white", linewidth=1.5)
+    middles = [number * heads + (heads - 1) / 2 for number in range(len(layers))]
+    axes.set_yticks(middles, [f"layer {layer}" for layer in layers])
+    labels = list(words) or [str(int(back)) for back in back_W]
+    plots.tokens(axes.xaxis, [*labels[-len(back_W) :], "sink"])
+    axes.grid(visible=False)
+    finish(axes, "entry written at" if words else "state entry (tokens back)", f"{heads} heads a layer", title)
+    colour_bar(axes.figure.get_figure(root=True), [axes], "weight")
+
+
+def lens(axes: Axes, lens: Lens, words: Sequence[str], best: Sequence[Sequence[str]] = (), title: str = "") -> None:
+    """Draw a logit lens: a line for each layer, the last on top, a column for each row, the probability of its target.
+
+    Args:
+        axes: to draw on.
+        lens: of ``lens.logit_lens``.
+        words: the targets.
+        best: the likeliest token in every cell, written into it.
+        title: of the picture.
+    """
+    axes.imshow(
+        lens.log_probability_LR.exp().cpu(), vmin=0, vmax=1, origin="lower", aspect="auto", interpolation="nearest"
+    )
+    for row, line in enumerate(best):
+        for column, word in enumerate(line):
+            colour = "black" if lens.log_probability_LR[row, column].exp() > 0.6 else "white"
+            axes.text(column, row, word[:7], ha="center", va="center", color=colour, fontsize=SMALL - 3)
+    axes.set_yticks(range(len(lens.places)), lens.places)
+    plots.tokens(axes.xaxis, words)
+    axes.grid(visible=False)
+    finish(axes, "token to predict", "after", title)
+    colour_bar(axes.figure.get_figure(root=True), [axes], "probability of the token")
+
+
+def lens_means(axes: Axes, lenses: Mapping[str, Lens]) -> None:
+    """Draw the mean log-probability of the targets by layer: a line for each model, or removal. Dotted lines are of
+    shuffled targets."""
+    same = len({lens.places for lens in lenses.values()}) == 1
+    longest = max((lens.places for lens in lenses.values()), key=len)
+    places = longest if same else [longest[0], *map(str, range(1, len(longest)))]  # layers have other names elsewhere
+    for (name, lens), style in zip(lenses.items(), plots.styles(lenses).values(), strict=True):
+        across, options = range(len(lens.places)), {"color": style.colour, "linewidth": 1.4}
+        axes.plot(across, lens.log_probability_LR.mean(dim=1).cpu(), style.line, marker="o", label=name, **options)
+        axes.plot(across, lens.shuffled_LR.mean(dim=1).cpu(), ":", **options)
+    axes.set_xticks(range(len(places)), places, rotation=40, ha="right")
+    finish(
+        axes,
+        "" if same else "layer",
+        "log-probability (nats; dotted: shuffled)",
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1),
+        ncols=3,
+    )
+
+
+def contributions(axes: Axes, by_part: Mapping[str, Mapping[str, float]], label: str) -> None:
+    """Draw what each part adds to a logit: a row for each part, in the order of the computation, in it a bar for each
+    model or prompt (``lens.Attribution.by_part``)."""
+    names = list(dict.fromkeys(part for parts in by_part.values() for part in parts))
+    width = 0.8 / len(by_part)
+    for number, (name, parts) in enumerate(by_part.items()):
+        places = [place + width * (number - (len(by_part) - 1) / 2) for place in range(len(names))]
+        values = [parts.get(part, 0) for part in names]
+        axes.barh(places, values, height=0.92 * width, color=plots.COLOURS[number], label=name)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.axvline(0, color="#888888", linewidth=1)
+    finish(axes, label, ncols=len(by_part), loc="lower center", bbox_to_anchor=(0.5, 1.0))
+
+
+def signed(
+    axes: Axes, value_YX: Tensor, rows: Sequence[str], columns: Sequence[str], label: str, x: str = "", title: str = ""
+) -> None:
+    """Draw signed numbers as colours, white at 0, red above, blue below, to the largest absolute value.
+
+    Args:
+        axes: to draw on.
+        value_YX: what adds to a logit by layer and head or entry, or the share that a patch brings back.
+        rows, columns: names, such as layers and tokens.
+        label: of the colours.
+        x: label of the columns.
+        title: of the picture.
+    """
+    end = float(value_YX.nan_to_num().abs().max()) or 1.0
+    axes.imshow(value_YX.cpu(), vmin=-end, vmax=end, cmap="RdBu_r", aspect="auto", interpolation="nearest")
+    axes.set_yticks(range(len(rows)), rows)
+    plots.tokens(axes.xaxis, columns)
+    axes.grid(visible=False)
+    finish(axes, x, "", title)
+    colour_bar(axes.figure.get_figure(root=True), [axes], label)
+
+
+def cosines(axes: Axes, cosine_EF: Tensor, words: Sequence[str], others: Sequence[str], title: str = "") -> None:
+    """Draw the cosines of two states' entries (``state.cosines``), -1 to 1; ``words`` and ``others`` are the tokens at
+    which they were written."""
+    axes.imshow(cosine_EF.cpu(), vmin=-1, vmax=1, cmap="RdBu_r", interpolation="nearest")
+    plots.tokens(axes.yaxis, words)
+    plots.tokens(axes.xaxis, others)
+    axes.grid(visible=False)
+    finish(axes, "", "", title)
+    colour_bar(axes.figure.get_figure(root=True), [axes], "cosine")
 
 
 def parts(axes: Axes, share_SR: Tensor, rows: Sequence[int], title: str = "") -> None:
@@ -281,19 +447,15 @@ def ranks(axes: Axes, values: Sequence[float], most: int) -> None:
     finish(axes, "position (tokens)", "effective rank of the state")
 
 
-def _weights(axes: Axes, weight_YX: Tensor, extent: tuple[float, float, float, float]) -> None:
-    """Draw weights in colours of one logarithmic scale; grey without a weight."""
+def _weights(
+    axes: Axes, weight_YX: Tensor, extent: tuple[float, float, float, float], highest: float | None = None
+) -> None:
+    """Draw weights in colours of one logarithmic scale, or an even one up to ``highest``; grey without a weight."""
     from matplotlib import colormaps
-    from matplotlib.colors import LogNorm
+    from matplotlib.colors import LogNorm, Normalize
 
     positive_YX = weight_YX.float().clamp(min=1e-3).where(weight_YX > 0, torch.nan).cpu().numpy()
     colours = colormaps["viridis"].with_extremes(bad="#e4e4e4", under=colormaps["viridis"](0.0))
-    options: dict[str, Any] = {"norm": LogNorm(1e-3, 1), "cmap": colours, "aspect": "auto", "interpolation": "nearest"}
+    norm = LogNorm(1e-3, 1) if highest is None else Normalize(0, highest)
+    options: dict[str, Any] = {"norm": norm, "cmap": colours, "aspect": "auto", "interpolation": "nearest"}
     axes.imshow(positive_YX, extent=extent, **options)
-
-
-def _scale(axes: Axes, picture: Any, label: str, **options: Any) -> None:
-    """Draw a colour bar for one picture."""
-    bar = axes.figure.colorbar(picture, ax=axes, shrink=0.85, **options)
-    bar.ax.tick_params(labelsize=SMALL - 1)
-    bar.set_label(label, fontsize=SMALL)

@@ -1,5 +1,5 @@
-"""Needles (``gsm.data.recall.Needle``): their places and questions, the share answered by depth and length, and a test
-whether an answer needs the places that attribution names for it.
+"""Needles and pairs (``gsm.data.recall``): their places and questions, the share answered by depth and length, and a
+test whether an answer needs the places that attribution names for it.
 
 B sequences, T positions, N questions, K places of a question, F slots of a bank, L lengths, D depths.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gsm.analysis.interventions import Answers, ablations, answers, without_entries, without_slots, without_stages
 from gsm.analysis.rollout import TAPS, decoder_rollout, state_routes
-from gsm.data.recall import Needle
+from gsm.data.recall import Alphabet, Task
 from gsm.data.synthetic import HELD_OUT, Generated
 from gsm.models.base import LanguageModel
 from gsm.models.checks import IGNORED
@@ -60,9 +60,16 @@ class Questions:
         return replace(self, token_BT=token_NT, target_BT=target_NT, sequence_N=every_N)
 
 
-def ask(task: Needle, length: int, sequences: int, seed: int = HELD_OUT) -> Questions:
-    """Return held-out sequences of a task and a length, other ones with another seed. Raises ValueError as
-    ``task.draw``."""
+def ask(task: Task, length: int, sequences: int, seed: int = HELD_OUT) -> Questions:
+    """Return held-out sequences of a task and a length, other ones with another seed.
+
+    The needle of a question of recall (``data=recall``) is the pair of its key.
+
+    Raises:
+        TypeError: the task has no pairs of key and value. ValueError: as ``task.draw``.
+    """
+    if not isinstance(task, Alphabet):
+        raise TypeError(f"task must ask for values by keys, as data=needle or recall, got {type(task).__name__}")
     batch = Generated(task, seed, lambda _: length).batch(range(sequences))
     token_BT, target_BT = batch["tokens"], batch["targets"]
     sequence_N, row_N = (target_BT != IGNORED).nonzero(as_tuple=True)
@@ -94,7 +101,7 @@ class NeedleMap:
 
 
 def needle_map(
-    model: LanguageModel, task: Needle, lengths: Sequence[int], *, depths: int = 5, sequences: int = 32
+    model: LanguageModel, task: Task, lengths: Sequence[int], *, depths: int = 5, sequences: int = 32
 ) -> NeedleMap:
     """Return the accuracy by length and depth of a model that was trained on the task.
 

@@ -24,9 +24,12 @@ import torch
 from torch import Tensor
 
 from gsm.analysis.needles import Questions
-from gsm.data.recall import Needle
+from gsm.data.recall import Alphabet
+from gsm.layers.block import Block
 from gsm.models.base import LanguageModel
 from gsm.observe import patch, record
+
+AT_ONCE = 16384  # tokens of all sequences read at a time
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Pair:
         return Pair(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
-def question_pair(questions: Questions, task: Needle) -> Pair:
+def question_pair(questions: Questions, task: Alphabet) -> Pair:
     """Return the questions, and the same with another value, always the same one; on the CPU, as questions are."""
     separate, every_N = questions.separate(), torch.arange(len(questions.row_N))
     right_N = separate.target_BT[every_N, separate.row_N]
@@ -100,11 +103,7 @@ def restored_share(
     """
     patterns = [taps] if isinstance(taps, str) else list(taps)
     clean, base = between or margins(model, pair)
-    if clean == base:
-        raise ValueError(
-            f"pair must have different answers, got log p(right) - log p(wrong) = {float(base):.3g} in the clean and "
-            "the corrupted call"
-        )
+    _check_apart(clean, base)
     pair = pair.to(model.embedding.weight.device)
     shares = []
     with model.evaluating():
@@ -138,17 +137,102 @@ def by_part(model: LanguageModel, pair: Pair, parts: Mapping[str, str | Sequence
     return {name: float(restored_share(model, pair, taps, None, between)) for name, taps in parts.items()}
 
 
-def _put(clean: Tensor, place_N: Tensor | None, x: Tensor) -> Tensor:
-    """Return the clean tensor, or ``x`` with one place of each sequence taken from the clean tensor."""
+def prompt_pair(clean_T: Tensor, corrupted_T: Tensor, right: int, wrong: int) -> Pair:
+    """Return two prompts of one's own as a pair; the answer is due behind the last token.
+
+    Args:
+        clean_T, corrupted_T: int64, of the same length, with at least one different token.
+        right, wrong: the next tokens that the clean and the corrupted prompt ask for.
+
+    Raises:
+        ValueError: the prompts have different lengths, or are equal.
+    """
+    if clean_T.shape != corrupted_T.shape:
+        raise ValueError(f"corrupted_T must have {len(clean_T)} tokens, as clean_T, got {len(corrupted_T)}")
+    different_N = (clean_T != corrupted_T).nonzero()[:, 0]
+    if not len(different_N):
+        raise ValueError("corrupted_T must differ from clean_T, got the same tokens")
+    row_1, needle_1 = torch.tensor([len(clean_T) - 1]), different_N[:1].cpu() - 1
+    return Pair(clean_T[None], corrupted_T[None], row_1, row_1, needle_1, torch.tensor([right]), torch.tensor([wrong]))
+
+
+def layers(model: LanguageModel) -> dict[str, list[str]]:
+    """Return the taps of the residual stream that enters each layer, by layer: one stream, or all with their read-out.
+    They carry everything that the layer and those above it get from a position, but for the state."""
+    names = [block.name for block in model.modules() if isinstance(block, Block)]
+    return {name: [f"{name}/stream", f"{name}/streams"] for name in names}
+
+
+@torch.no_grad()
+def sweep(
+    model: LanguageModel, pair: Pair, taps: Mapping[str, str | Sequence[str]], positions: Sequence[int]
+) -> Tensor:
+    """Return the share of the answer that each tap brings back at each position alone, [S, P]: a mean over questions.
+
+    Args:
+        model: any that answers the clean and the corrupted call differently.
+        pair: of ``prompt_pair`` or ``question_pair``.
+        taps: by name, patterns whose tensors are put in together, such as ``layers(model)``; they have a row for each
+            token, or as many rows for each.
+        positions: tokens of the sequence; the same in all questions.
+
+    Raises:
+        ValueError: a tap has no row for each token, or the two calls give the same answer.
+    """
+    clean, base = margins(model, pair)
+    _check_apart(clean, base)
+    pair, (count, length) = pair.to(model.embedding.weight.device), pair.clean_NT.shape
+    parts = torch.tensor(positions).to(pair.row_N.device).split(max(1, AT_ONCE // (count * length)))
+    rows = []
+    with model.evaluating():
+        for patterns in taps.values():
+            with record(*([patterns] if isinstance(patterns, str) else patterns)) as seen:
+                model.forward(pair.clean_NT)
+            for name, x in seen.items():
+                if x.shape[1] % length:
+                    raise ValueError(f"taps must have a row for each of {length} tokens, got {name} {list(x.shape)}")
+            shares = [_shares(model, pair, seen, place_P) for place_P in parts]
+            rows.append((torch.cat(shares) - base) / (clean - base))
+    return torch.stack(rows)
+
+
+def _shares(model: LanguageModel, pair: Pair, seen: Mapping[str, Tensor], place_P: Tensor) -> Tensor:
+    """Return the margin with each place of the recorded tensors put in, [P]: a copy of the questions for each place."""
+    count, copies = len(pair.row_N), len(place_P)
+    many = Pair(*(getattr(pair, field.name).repeat_interleave(copies, dim=0) for field in fields(pair)))
+    place_N, length = place_P.repeat(count), pair.clean_NT.shape[1]
+    with ExitStack() as stack:
+        for name, x in seen.items():
+            wide = x.repeat_interleave(copies, dim=0)
+            stack.enter_context(patch(name, partial(_put, wide, place_N, each=x.shape[1] // length), model))
+        return _margins(model, many.corrupted_NT, many).view(count, copies).mean(dim=0)
+
+
+def _check_apart(clean: Tensor, base: Tensor) -> None:
+    """Raise ValueError for equal margins, which have no way between them."""
+    if clean == base:
+        raise ValueError(
+            f"pair must have different answers, got log p(right) - log p(wrong) = {float(base):.3g} in the clean and "
+            "the corrupted call"
+        )
+
+
+def _put(clean: Tensor, place_N: Tensor | None, x: Tensor, each: int = 1) -> Tensor:
+    """Return the clean tensor, or ``x`` with one place of each sequence, of ``each`` rows, taken from it."""
     if place_N is None:
         return clean
-    match_NP = torch.arange(x.shape[1], device=x.device) == place_N[:, None]
+    match_NP = torch.arange(x.shape[1], device=x.device) // each == place_N[:, None]
     return clean.where(match_NP.view(*match_NP.shape, *[1] * (x.ndim - 2)), x)
 
 
 def _margin(model: LanguageModel, token_NT: Tensor, pair: Pair) -> Tensor:
-    """Return the mean of log p(right) - log p(wrong) at the rows of the answers."""
+    """Return the mean of ``_margins``."""
+    return _margins(model, token_NT, pair).mean()
+
+
+def _margins(model: LanguageModel, token_NT: Tensor, pair: Pair) -> Tensor:
+    """Return log p(right) - log p(wrong) at the rows of the answers, [N]."""
     logit_NTV = model.forward(token_NT).logits
     logit_NV = logit_NTV[torch.arange(len(token_NT), device=token_NT.device), pair.row_N]
     right_N, wrong_N = (logit_NV.gather(1, token_N[:, None])[:, 0] for token_N in (pair.right_N, pair.wrong_N))
-    return (right_N - wrong_N).mean()
+    return right_N - wrong_N

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from gsm.models.gsm import GSM
 from gsm.observe import Recording
@@ -36,6 +37,13 @@ def unrotated(model: GSM, seen: Recording, position_BT: Tensor) -> Tensor:
         entry_BEC = last_rows(seen[f"state/{name}"], cos_BEP.shape[1])
         parts.append(rotate(entry_BEC, cos_BEP, sin_BEP, inverse=True) if rotated else entry_BEC)
     return torch.cat(parts, dim=-1)
+
+
+def cosines(first_EC: Tensor, second_FC: Tensor | None = None) -> Tensor:
+    """Return the cosine of every entry of one state with every entry of another, or of the same, [E, F]; of
+    ``latents``, it tells how alike the contents are."""
+    second_FC = first_EC if second_FC is None else second_FC
+    return normalize(promoted(first_EC), dim=-1) @ normalize(promoted(second_FC), dim=-1).T
 
 
 def effective_rank(value_EC: Tensor) -> float:

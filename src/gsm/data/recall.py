@@ -66,11 +66,13 @@ class Alphabet:
     Attributes:
         keys, values, fillers: how many ids of each kind.
         pairs: number of pairs in one sequence, and of questions; their keys differ.
+        wait: tokens between the key of a question and its answer, 0 in tasks without the field.
 
     Raises:
         ValueError: a number below 1, or more pairs than keys.
     """
 
+    wait = 0  # no field: only tasks with one can set it
     keys: int = 32
     values: int = 32
     fillers: int = 32

@@ -123,7 +123,7 @@ def questions_of(named: Tokenizer | Task | None, token_T: Tensor) -> list[Questi
     tasks."""
     if not isinstance(named, Alphabet):
         return []
-    needles, questions, wait = {}, [], getattr(named, "wait", 0)
+    needles, questions, wait = {}, [], named.wait
     for place, token in enumerate(token_T.tolist()):
         if token < named.keys and token in needles and place + wait < len(token_T):
             questions.append(Question(place, needles[token], place + wait))

@@ -1,0 +1,215 @@
+"""What the model would say after each layer: final norm and head on the residual stream (logit lens: nostalgebraist,
+2020), and what each part of the model adds to a logit (direct logit attribution: Elhage et al., 2021).
+
+    stream --attention--> between --feed-forward--> after = stream of the next layer ... hidden --norm, head--> logits
+
+Parts are differences of the residual stream, so they sum to the output exactly. With several residual streams they are
+differences of their read-out, and the mixing of streams counts to the part behind it.
+
+    embedding, encoder/1/attention, encoder/1/feed_forward ..    up to the encoder's output e
+    writer, stage/1, stage/2                                     from e to z, if the decoder starts from z
+    decoder/5/attention, decoder/5/feed_forward ..               up to the output
+
+B sequences, R rows, L places of the stream, D model width, H heads, C width of a head, E entries of the state and the
+sink.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from gsm.analysis.attention import attention_of
+from gsm.models.base import LanguageModel
+from gsm.models.gsm import GSM
+from gsm.observe import Recording, patch, record
+from gsm.shapes import last_rows, promoted
+from gsm.slots.decoder_start import State
+
+TAPS = ("embedding", "*/stream/between", "*/stream/after", "state/e", "stage/*/increment", "hidden")
+
+
+@dataclass(frozen=True)
+class Lens:
+    """What the model would say, by place of the residual stream, and by row of one sequence.
+
+    Attributes:
+        places: ``embedding``, ``encoder/1``, .. ``decoder/8``: behind the layer of that name.
+        log_probability_LR: of the targets, in nats.
+        shuffled_LR: of the targets in another order: what a lens gives to tokens that do not follow.
+        best_LR: int64, the likeliest tokens.
+    """
+
+    places: tuple[str, ...]
+    log_probability_LR: Tensor
+    shuffled_LR: Tensor
+    best_LR: Tensor
+
+
+@torch.no_grad()
+def logit_lens(
+    model: LanguageModel, token_T: Tensor, rows: Sequence[int] | None = None, target_R: Tensor | None = None
+) -> Lens:
+    """Return the predictions behind the embedding and behind each layer.
+
+    Args:
+        model: any model.
+        token_T: int64, one document.
+        rows: places in it; None: all but the last, or all with ``target_R``.
+        target_R: int64, what to predict at each row; None: the next token.
+    """
+    rows = range(len(token_T) - (target_R is None)) if rows is None else rows
+    row_R = torch.tensor(list(rows), device=token_T.device)
+    target_R = token_T[row_R + 1] if target_R is None else target_R
+    shuffled_R = target_R[torch.randperm(len(row_R), generator=torch.Generator().manual_seed(0)).to(row_R.device)]
+    logs, shuffled, best = [], [], []
+    with model.evaluating(), record("embedding", "*/stream/after") as seen:
+        model.forward(token_T[None])
+        for x_BRD in (seen["embedding"], *(seen[f"{layer}/stream/after"] for layer in layer_names(seen))):
+            log_RV = model.head(model.norm(x_BRD[0, row_R])).float().log_softmax(dim=-1)
+            logs.append(log_RV.gather(1, target_R[:, None])[:, 0])
+            shuffled.append(log_RV.gather(1, shuffled_R[:, None])[:, 0])
+            best.append(log_RV.argmax(dim=-1))
+    return Lens(("embedding", *layer_names(seen)), torch.stack(logs), torch.stack(shuffled), torch.stack(best))
+
+
+def layer_names(seen: Recording) -> list[str]:
+    """Return the layers with a recorded stream in the order of the computation: ``encoder/1``, .. ``decoder/8``."""
+    names = {name.removesuffix("/stream/after") for name in seen if name.endswith("/stream/after")}
+    return sorted(names, key=lambda name: int(name.rpartition("/")[2]))
+
+
+def parts_of_output(model: LanguageModel, seen: Recording) -> dict[str, Tensor]:
+    """Return what each part adds to the output of the last layer, [B, R, D]; their sum is the tap ``hidden``.
+
+    Args:
+        model: the model that was recorded.
+        seen: one call with ``TAPS``, for all rows.
+    """
+    hidden_BRD = promoted(seen["hidden"])
+    rows = hidden_BRD.shape[1]
+    before_BRD, parts = last_rows(promoted(seen["embedding"]), rows), {}
+    parts["embedding"] = before_BRD
+    for layer in layer_names(seen):
+        if isinstance(model, GSM) and layer == next(iter(model.decoder)).name:
+            between = _parts_of_start(model, seen, before_BRD)
+            parts |= between
+            before_BRD = sum(between.values(), before_BRD)
+        for part, place in {"attention": "between", "feed_forward": "after"}.items():
+            after_BRD = last_rows(promoted(seen[f"{layer}/stream/{place}"]), rows)
+            parts[f"{layer}/{part}"] = after_BRD - before_BRD
+            before_BRD = after_BRD
+    return parts
+
+
+def _parts_of_start(model: GSM, seen: Recording, e_BRD: Tensor) -> dict[str, Tensor]:
+    """Return what lies between the encoder's output and z: in the order of the computation, what the writer makes of e
+    alone, then what each stage adds to that. Empty if the decoder does not start from z."""
+    if not isinstance(model.decoder_start, State):
+        return {}
+    names = [f"stage/{stage}" for stage, _ in enumerate(model.aggregation, 1)]
+    increments, before_BRD, parts = [seen[f"{name}/increment"] for name in names], e_BRD, {}
+    for count, name in enumerate(["writer", *names]):
+        given = (x if number < count else torch.zeros_like(x) for number, x in enumerate(increments))
+        z_BRD = last_rows(promoted(model.writer.fuse(seen["state/e"], tuple(given))), e_BRD.shape[1])
+        parts[name], before_BRD = z_BRD - before_BRD, z_BRD
+    return parts
+
+
+def to_logit(model: LanguageModel, part_ND: Tensor, hidden_D: Tensor, token: int, other: int | None = None) -> Tensor:
+    """Return what parts of an output add to the logit of a token, [N]. The final norm's scale is that of the whole.
+
+    Args:
+        model: any model.
+        part_ND: parts of a row's output, such as those of ``parts_of_output``.
+        hidden_D: their sum.
+        token: whose logit.
+        other: subtract this token's logit; None: subtract nothing.
+    """
+    head_VD, scale = cast(Tensor, model.head.weight), (promoted(hidden_D).square().mean() + model.norm.eps).rsqrt()
+    direction_D = head_VD[token] - (0 if other is None else head_VD[other])
+    return promoted(part_ND) @ promoted(direction_D * model.norm.weight) * scale
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """What each part of a model adds to the logit of one token above another, or above none.
+
+    Attributes:
+        by_part: by name of ``parts_of_output``.
+        by_head_LH: of the decoder's layers, their attention by head; None with several residual streams.
+        by_entry_LE: the same by entry of the state, old to new, and the sink, which adds nothing; None as before, and
+            in models without a state.
+        layers: names of the L layers.
+        total: the logit that the model gives.
+    """
+
+    by_part: dict[str, float]
+    by_head_LH: Tensor | None
+    by_entry_LE: Tensor | None
+    layers: tuple[str, ...]
+    total: float
+
+    def __str__(self) -> str:
+        names = sorted(self.by_part, key=lambda name: -abs(self.by_part[name]))[:8]
+        lines = [f"{name:<24}{self.by_part[name]:8.3f}" for name in names]
+        return "\n".join(
+            [*lines, f"{'sum of all parts':<24}{sum(self.by_part.values()):8.3f}   logit {self.total:.3f}"]
+        )
+
+
+@torch.no_grad()
+def attribute(model: LanguageModel, token_T: Tensor, token: int, other: int | None = None) -> Attribution:
+    """Attribute a logit of the last row to the parts of the model.
+
+    Args:
+        model: any model.
+        token_T: int64, one document.
+        token: whose logit.
+        other: subtract this token's logit; None: subtract nothing.
+    """
+    with model.evaluating():
+        with record(*TAPS, "decoder/*/heads", "decoder/*/weights") as seen:
+            logit_V = model.forward(token_T[None]).logits[0, -1].float()
+        to = partial(to_logit, model, hidden_D=seen["hidden"][0, -1], token=token, other=other)
+        parts = parts_of_output(model, seen)
+        by_part = dict(zip(parts, to(torch.stack([x[0, -1] for x in parts.values()])).tolist(), strict=True))
+        layers = tuple(name for name in layer_names(seen) if name.startswith("decoder/") and f"{name}/heads" in seen)
+        by_head_LH = by_entry_LE = None
+        if layers and cast(Any, model).decoder.streams == 1:
+            by_head_LH = torch.stack([to(_by_head(model, layer, seen[f"{layer}/heads"][0, -1])) for layer in layers])
+            if isinstance(model, GSM):
+                by_entry_LE = _padded([to(_by_entry(model, layer, token_T, seen)) for layer in layers])
+    total = logit_V[token] - (0 if other is None else logit_V[other])
+    return Attribution(by_part, by_head_LH, by_entry_LE, layers, float(total))
+
+
+def _by_head(model: LanguageModel, layer: str, head_HC: Tensor) -> Tensor:
+    """Return the update of an attention by head, [H, D]: its output projection is linear."""
+    alone_HHC = torch.eye(len(head_HC), dtype=head_HC.dtype, device=head_HC.device)[:, :, None] * head_HC
+    return cast(Any, attention_of(model, layer)).output(alone_HHC[None])[0]
+
+
+def _by_entry(model: GSM, layer: str, token_T: Tensor, seen: Recording) -> Tensor:
+    """Return the update of a decoder layer's attention by entry, [E, D]: one call in which each sequence of the batch
+    keeps the weight of one entry."""
+    entries = seen[f"{layer}/weights"].shape[-1]
+
+    def keep_one(weight_BRHE: Tensor) -> Tensor:
+        return weight_BRHE * torch.eye(entries, dtype=weight_BRHE.dtype, device=weight_BRHE.device)[:, None, None]
+
+    with patch(f"{layer}/weights", keep_one, model), record(f"{layer}/attention") as alone:
+        model.forward(token_T.expand(entries, -1))
+    return alone[f"{layer}/attention"][:, -1]
+
+
+def _padded(rows: Sequence[Tensor]) -> Tensor:
+    """Return rows of different lengths with 0 on the left of the shorter ones."""
+    longest = max(map(len, rows))
+    return torch.stack([pad(row, (longest - len(row), 0)) for row in rows])

@@ -1,0 +1,90 @@
+"""What a model would say after each layer, what its parts add to a logit, and patches swept over layers and places."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small import GEOMETRY, build, random_tokens
+
+import gsm
+from gsm.analysis.attention import decoder_heads
+from gsm.analysis.lens import TAPS, attribute, logit_lens, parts_of_output
+from gsm.analysis.patching import layers, margins, prompt_pair, sweep
+from gsm.analysis.state import cosines, latents
+from gsm.layers.residual import Plain
+from gsm.paths import variants
+
+MODELS = [*variants("model"), *(f"gsm-writer={writer}" for writer in variants("model/writer"))]
+MODELS += ["gsm-residual=plain", "gsm-residual=mhc_two_pass", "gsm-decoder_start=streams", "gsm-stages=none"]
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_the_parts_of_an_output_sum_to_it_and_the_lens_ends_at_the_logits(case: str):
+    model, token_T = build(case), random_tokens(1, 20)[0]
+    with gsm.record(*TAPS) as seen, torch.no_grad():
+        out = model(token_T[None])
+    parts = parts_of_output(model, seen)
+    assert torch.allclose(torch.stack(list(parts.values())).sum(dim=0), seen["hidden"])
+    lens = logit_lens(model, token_T)
+    assert len(lens.places) == 1 + GEOMETRY.depth == len(lens.log_probability_LR)
+    want_R = out.logits[0, :-1].log_softmax(-1).gather(1, token_T[1:, None])[:, 0]
+    assert torch.allclose(lens.log_probability_LR[-1], want_R.float(), atol=1e-5)
+    assert torch.equal(lens.best_LR[-1], out.logits[0, :-1].argmax(-1))
+
+
+@pytest.mark.parametrize("case", ["gsm", "gsm-writer=multi_slot"])
+def test_heads_and_entries_of_the_state_sum_to_what_an_attention_adds(case: str):
+    model, token_T = build(case, residual=Plain), random_tokens(1, 20)[0]
+    found = attribute(model, token_T, 3, 5)
+    assert found.by_head_LH is not None and found.by_entry_LE is not None
+    assert found.by_head_LH.shape == (GEOMETRY.decoder_layers, GEOMETRY.heads)
+    assert found.by_entry_LE.shape == (GEOMETRY.decoder_layers, model.state_size + 1)
+    of_attention_L = torch.tensor([found.by_part[f"{layer}/attention"] for layer in found.layers]).double()
+    assert of_attention_L.abs().min() > 1e-4
+    for value_LX in (found.by_head_LH, found.by_entry_LE):
+        assert torch.allclose(value_LX.sum(dim=1), of_attention_L, atol=1e-6)
+    assert not found.by_entry_LE[:, -1].any(), "a sink has no entry"
+    assert sum(found.by_part.values()) == pytest.approx(found.total, abs=1e-5)
+
+
+@pytest.mark.parametrize("case", ["gsm-residual=plain", "gsm-writer=multi_slot", "transformer"])
+def test_a_sweep_begins_at_the_changed_token_and_ends_at_the_answer(case: str):
+    model, clean_T = build(case), random_tokens(1, 20)[0]
+    corrupted_T = clean_T.clone()
+    corrupted_T[15] = (clean_T[15] + 1) % model.vocabulary
+    pair = prompt_pair(clean_T, corrupted_T, 3, 5)
+    taps = {"embedding": "embedding", **layers(model), "hidden": "hidden"}
+    share_SP = sweep(model, pair, taps, range(13, 20))
+    assert torch.allclose(share_SP[0], torch.eye(7)[2].double()), "the embedding of the changed token is all"
+    assert torch.allclose(share_SP[-1], torch.eye(7)[6].double()), "and so is the output at the answer"
+    assert share_SP[:, :2].abs().max() < 1e-9, "nothing differs before the changed token"
+    assert 0 < float(share_SP[1:-1, 2:].abs().max())
+    if case.startswith("gsm"):
+        entries = sweep(model, pair, {"entries": "state/entries"}, range(15, 20))
+        assert float(entries.abs().max()) > 1e-6, "entries behind the changed token are read by the answer"
+
+
+def test_refusals_of_a_sweep():
+    model, token_T = build("gsm"), random_tokens(1, 20)[0]
+    with pytest.raises(ValueError, match=r"^corrupted_T .* 20 .* got 19$"):
+        prompt_pair(token_T, token_T[1:], 3, 5)
+    with pytest.raises(ValueError, match=r"^corrupted_T .* differ"):
+        prompt_pair(token_T, token_T, 3, 5)
+    pair = prompt_pair(token_T, (token_T + 1) % model.vocabulary, 3, 5)
+    assert margins(model, pair)[0] != margins(model, pair)[1]
+    with pytest.raises(ValueError, match=r"^taps .* 20 tokens, got encoder/2/latent"):
+        sweep(model, pair, {"bank": "encoder/2/latent"}, [3])
+
+
+def test_heads_of_one_row_and_their_mean_and_cosines_of_entries():
+    model, token_BT = build("gsm"), random_tokens(1, 20)
+    with gsm.record() as seen, torch.no_grad():
+        model(token_BT)
+    row_LHE = decoder_heads(model, seen, row=-2)
+    assert torch.equal(row_LHE[0], seen["decoder/5/weights"][0, 18].float())
+    assert torch.equal(row_LHE, decoder_heads(model, seen, row=18))
+    assert torch.allclose(decoder_heads(model, seen).sum(dim=-1), torch.ones(4, 4))
+    latent_EC = latents(model, seen)[0]
+    cosine_EE = cosines(latent_EC)
+    assert torch.allclose(cosine_EE.diag(), torch.ones(20).double()) and torch.allclose(cosine_EE, cosine_EE.T)
+    assert torch.allclose(cosines(latent_EC, -latent_EC), -cosine_EE)
