@@ -72,7 +72,7 @@ def test_a_run_is_the_same_with_pictures_and_without_and_they_do_not_grow(config
     assert with_metrics == without_metrics and len(with_metrics) > 10
     for name, value in with_weights.items():
         assert torch.equal(value, without_weights[name]), name
-    assert sizes == [2 * 3 * 32 * 8] * 2 and not nothing, "tokens and documents of three sequences of 32"
+    assert sizes == [3 * 3 * 32 * 8] * 2 and not nothing, "tokens, documents and targets of three sequences of 32"
 
 
 class Drawing(torch.nn.Module):

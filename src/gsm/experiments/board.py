@@ -65,12 +65,16 @@ def write_board(folder: Path, curves: Mapping[str, Curves], stem: str, text: str
 
 
 def board_lines(folder: Path, curves: Mapping[str, Curves]) -> list[str]:
-    """Return a sentence with the command that starts TensorBoard, and the address to open: the means of the arms, their
-    differences and their seeds on top."""
+    """Return the command that starts TensorBoard, the address to open, with means, differences and seeds on top, and a
+    warning, as lines."""
     name = next((name for name in PINNED if HELD_OUT + name in curves), PINNED[-1])
     known = list(dict.fromkeys(tag for _, tag, _ in _tagged({HELD_OUT + name: curves.get(HELD_OUT + name, {})})))
     tags = [*known, HELD_OUT + name]
-    return [f"its arms in TensorBoard: {typed('tensorboard', '--logdir', path_text(folder))}", board(*tags)]
+    return [
+        f"its arms in TensorBoard: {typed('tensorboard', '--logdir', path_text(folder))}",
+        board(*tags),
+        "turn off 'Ignore outliers' there: TensorBoard leaves the lowest and the highest points out of a chart",
+    ]
 
 
 def _tagged(curves: Mapping[str, Curves]) -> Iterator[tuple[str, str, Curve]]:
