@@ -494,7 +494,7 @@ def _shown(runs: Iterable[RunSummary], arms: Iterable[str]) -> dict[str, str]:
 def _labels(experiment: str) -> Mapping[str, str]:
     """Return the labels in the yaml of an experiment, without those of a yaml that it builds on."""
     path = paths.configs() / f"experiment/{experiment}.yaml"  # not composed: that takes seconds
-    return (OmegaConf.load(path).get("labels") if path.is_file() else None) or {}
+    return (OmegaConf.select(OmegaConf.load(path), "labels") if path.is_file() else None) or {}
 
 
 def _nested(line: Mapping[str, str]) -> dict[str, Any]:
