@@ -143,6 +143,7 @@ def words(named: LanguageModel | Task | None, source: str | Tensor) -> list[str]
     task = None if isinstance(named, LanguageModel) else named
     asked = {question.key for question in questions_of(task, source)} if isinstance(source, Tensor) else set()
     signs = str.maketrans({"\n": "↵", " ": "·", "\t": "→", "$": r"\$"})  # matplotlib reads formulas between dollars
+    signs |= dict.fromkeys(range(0x2400, 0x2440), "�")  # pictures of control characters, which matplotlib's font lacks
     written = [word.translate(signs) for word in tokens(named, source)]
     return [word + "?" if place in asked else word for place, word in enumerate(written)]
 
