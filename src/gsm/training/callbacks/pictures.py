@@ -172,7 +172,9 @@ def _loss(model: GSM, sequences: Sequence[Mapping[str, Tensor]]) -> float:
         documents = batch.get("documents")
         target_BT = batch["targets"] if "targets" in batch else next_tokens(batch["tokens"], documents)
         if count := int((target_BT != IGNORED).sum()):
-            total += count * float(model.forward(batch["tokens"], documents=documents, targets=target_BT).loss)
+            loss = model.forward(batch["tokens"], documents=documents, targets=target_BT).loss
+            assert loss is not None  # there are targets
+            total += count * float(loss)
             targets += count
     return total / targets if targets else math.nan
 
