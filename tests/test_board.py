@@ -87,8 +87,8 @@ def test_what_arms_differ_in_inside_is_drawn_side_by_side(experiment: Path, draw
     assert (experiment / "comparison_state.png").is_file()
     state, reads = (figure for figure in drawn[-2:])
     assert [axes.get_xlabel() for axes in state.axes] == [
-        "share of stage1 in the state",
-        "loss added without stage1\n(nats per token)",
+        "share of stage 1 in the state",
+        "loss added without stage 1\n(nats per token)",
     ]
     panels = [axes for axes in reads.axes if axes.images]
     assert [axes.get_title() for axes in panels[:2]] == ["paper", "control"]

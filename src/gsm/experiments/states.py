@@ -17,7 +17,7 @@ from gsm.training.callbacks.pictures import FILE
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLUMNS = 4  # panels beside one another
+COLUMNS = 3  # panels beside one another
 SHOWN = {  # metrics with a panel each: its label
     r"val/state/share/(\w+)": "share of {} in the state",
     r"val/without_(\w+)": "loss added without {}\n(nats per token)",
@@ -35,7 +35,7 @@ def states(by_arm: ByArm, curves: Mapping[str, Curves]) -> Iterator[tuple[str, F
     Raises ImportError without matplotlib.
     """
     shown = {
-        label.format(match[1]): of
+        label.format(re.sub(r"(\d+)", r" \1", match[1])): of
         for pattern, label in SHOWN.items()
         for metric, of in curves.items()
         if (match := re.fullmatch(pattern, metric))
@@ -82,5 +82,5 @@ def _decoders(read: Mapping[str, tuple[Any, Any, Any]]) -> Figure:
         axes.remove()
     bar = figure.colorbar(panels[0].images[0], ax=list(panels[: len(read)]), extend="max", aspect=30, pad=0.02)
     bar.ax.tick_params(labelsize=plots.SMALL)
-    bar.set_label("attention weight, mean over heads and seeds", fontsize=plots.SMALL)
+    bar.set_label("weight, mean of heads", fontsize=plots.SMALL)
     return figure
