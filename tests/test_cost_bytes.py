@@ -65,7 +65,7 @@ def test_a_step_reads_every_weight_once_and_the_entries_that_it_sees(case: str, 
         return top_k(query, weight, key_BFI, first_BR, last_BR, k, pool)
 
     monkeypatch.setattr(search, "index_top_k", watched)
-    with Touched(model) as touched, record("*/weights", "*/weights/*") as seen:
+    with Touched(model) as touched, record("position", "*/weights", "*/weights/*") as seen:
         assert model(ids[:, before:], memory=memory).logits is not None
     parts = cost(model).decode_bytes(before, torch.float64)
     feed_forwards = [layer.work.per_row["feed-forward"] for layer in cost(model).layers if layer.place in BLOCKS]
@@ -77,6 +77,7 @@ def test_a_step_reads_every_weight_once_and_the_entries_that_it_sees(case: str, 
     entries = sum(
         (int((weights_BRHE[0, 0, 0] > 0).sum()) - sinks) * parts_per_entry(model, name)
         for name, weights_BRHE in seen.items()
+        if name != "position"
     )
     numbers = entries * width + sum(searched) * GEOMETRY.index_dim
     carried = sum(size for kind, size in memory.breakdown().items() if kind.endswith(CARRIED))

@@ -22,7 +22,7 @@ from gsm.models.gsm import GSM
 from gsm.observe import Recording, record
 from gsm.shapes import promoted
 
-TAPS = ("state/*", "decoder/*/state")
+TAPS = ("position", "state/*", "decoder/*/state")  # a model without a state has positions
 HELD_OUT = 0.25  # share of the sequences, or of the samples, for testing
 
 
