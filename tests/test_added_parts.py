@@ -14,7 +14,7 @@ import pytest
 
 from gsm.paths import ROOT
 
-COPIED = ("src", "kernels", "configs", "pyproject.toml", "train.py")
+COPIED = ("src", "configs", "pyproject.toml", "train.py")
 FILE = re.compile(r"^`([\w/]+\.(?:py|yaml))`[^\n]*:\n\n```\w+\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # The page, the heading of the example, and the folder of its class.
 SHOWN = [
@@ -41,7 +41,7 @@ def test_a_part_that_a_page_shows_trains(page: str, heading: str, home: str, tmp
         assert not (tmp_path / name).exists()
         (tmp_path / name).write_text(content)
     (command,) = re.findall(r"```bash\npython (train\.py [^#\n]*)", section)
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'src'}:{tmp_path / 'kernels'}"}
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'src'}:{ROOT / 'kernels'}"}
     words = [sys.executable, *shlex.split(command), *SMALLER.split()]
     done = subprocess.run(
         words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False

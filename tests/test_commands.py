@@ -37,13 +37,14 @@ ALONE = (
 SAID = {"ruler=true": "ruler.lengths", "tasks=paper": "tasks"}  # in the one sentence of what cannot run here
 LONG = ("size=1p5b", "benchmark.size=1p5b", "benchmark=inference", "benchmark=paper")  # takes a GPU, or half an hour
 SMALL = {
-    **{"size=tiny": "size=pico", "max_steps=1000": "max_steps=2", "/path/to/texts": "texts"},
+    **{"size=tiny": "size=pico", "max_steps=1000": "max_steps=3", "max_steps=960": "max_steps=4"},
+    **{"/path/to/texts": "texts", "seeds=3": "seeds=1"},
     **{"lengths=256:1024": "lengths=96:192", "ruler.lengths=160,256": "ruler.lengths=256"},
-    "seeds=3": "seeds=1",
 }
 FEWER = {
     **{"data=ruler": "data.context=256", "ruler.template=short": "ruler.examples=2", "lengths=96:192": "windows=2"},
     "answers=96,1536,24576": "sequences=2",
+    "benchmark=step": "benchmark.rounds=1",
     "experiment=needle": "arm=[shared_topk,stages_only]",
     "experiment=ablate_indexer": "arm=[shared_topk]",
 }
