@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gsm import paths
+from gsm.tables import length_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -303,7 +304,7 @@ def lengths(
             line.set_markersize(4)
         ticks = sorted({length for seeds in arms.values() for seed in seeds for length in seed})
         axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        axes.set_xticks(ticks, [length_text(tick) for tick in ticks])
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_title(task, fontsize=9)
         legend = axes.get_legend()
@@ -313,8 +314,8 @@ def lengths(
     made = panels[-1].figure.get_figure(root=True)
     lines = [name.splitlines() for name in names] or [[""]]
     broad = 0.4 + 0.065 * max(len(line) for name in lines for line in name)  # inches: a line's sample, and its letters
-    columns = max(1, min(4, int(made.get_figwidth() / broad)))
-    rows = -(-len(lines) // columns)
+    rows = -(-len(lines) // max(1, int(made.get_figwidth() / broad)))
+    columns = -(-len(lines) // rows)
     made.set_figheight(made.get_figheight() + 0.15 * (rows * max(map(len, lines)) - 1))  # for more than one line of it
     how: dict[str, Any] = {"loc": "outside lower center", "ncols": columns}
     made.legend(handles, names, frameon=False, fontsize=SMALL, **how)
@@ -397,13 +398,14 @@ def against(axes: Axes, arms: Mapping[str, tuple[Sequence[float], Sequence[float
 
 
 def plain_numbers(axis: Axis) -> None:
-    """Give a logarithmic axis ticks at 1, 2 and 5 of every decade, written out: 20,000.
+    """Give a logarithmic axis ticks at 1, 2 and 5 of every decade, written out: 20,000; at 1 where it spans three decades.
 
     Where at most one of these is in view, matplotlib puts ticks at even distances.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 1000 * low else (1.0,)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axis.set_minor_formatter(NullFormatter())
 
