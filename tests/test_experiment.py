@@ -252,6 +252,7 @@ def test_runs_that_do_not_compare_are_named_below_the_table(
 ):
     """One of another configuration is left out; of two texts, the means would be of both."""
     train_all(toy(tmp_path, "arm=plain", "seed=1", "model.state_size=12"))
+    assert "mhc" not in (tmp_path / "logs/toy/results.md").read_text(), "an arm that was not chosen and has no run"
     experiment = toy(tmp_path, "seeds=1")
     train_all(experiment)
     assert "not in the table, because their configuration differs: plain-seed1" in capfd.readouterr().out

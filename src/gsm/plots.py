@@ -398,7 +398,7 @@ def against(axes: Axes, arms: Mapping[str, tuple[Sequence[float], Sequence[float
 
 
 def plain_numbers(axis: Axis) -> None:
-    """Give a logarithmic axis ticks at 1, 2 and 5 of every decade, written out: 20,000; at 1 where it spans three decades.
+    """Give a logarithmic axis ticks at 1, 2 and 5 of every decade, written out: 20,000; of three decades, at 1.
 
     Where at most one of these is in view, matplotlib puts ticks at even distances.
     """

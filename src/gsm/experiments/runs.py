@@ -233,10 +233,14 @@ class Experiment:
         return (*first, *one, *self.arms[arm], *values, *last)
 
     def table(self, rows: Iterable[str]) -> Table:
-        """Return the table of all finished runs of this configuration, of this command or another, by arms ``rows``."""
+        """Return the table of all finished runs of this configuration, of this command or another, by arms ``rows``.
+
+        An arm that was not chosen is left out, unless it has a run.
+        """
         runs = [run for run in read_runs(self.folder) if run.finished and run.arm in self.arms]
         own = [run for run in runs if self.trial(run.arm, run.seed).line()["runs"] == run.parts]
-        return summarise(own, self.columns_of(own), list(rows))
+        shown = {*self.chosen, *(run.arm for run in own)}
+        return summarise(own, self.columns_of(own), [arm for arm in rows if arm in shown])
 
     def columns_of(self, runs: Sequence[RunSummary]) -> list[str]:
         """Return the columns of a table of these runs."""
