@@ -155,8 +155,8 @@ VALUES: list[tuple[str, Callable[[], object]]] = [
     ("lengths", lambda: windows([40], 9)),
     ("documents", lambda: Lengths(documents=["maybe"])),
     ("documents", lambda: Lengths(documents=[])),
-    ("n-gram order", lambda: grams(order=0)),
-    ("token", lambda: grams(vocabulary=4)),
+    ("order", lambda: grams(order=0)),
+    ("tokens", lambda: grams(vocabulary=4)),
     ("documents", lambda: grams(documents=[0.2, 0.7, 1.0])),
 ]
 

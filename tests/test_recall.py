@@ -217,7 +217,7 @@ def test_a_short_sequence_keeps_half_of_itself_as_gap_as_long_as_that_leaves_roo
             rooms = [length - 2 * NEEDLE.pairs - place - 2 for place in needles]
             assert packed or min(rooms) >= gap, (length, sorted(needles))
             assert not packed or length <= 32, "needles spread in a longer sequence"
-    with pytest.raises(ValueError, match="4 needles"):
+    with pytest.raises(ValueError, match="^length .*15"):
         NEEDLE.draw(np.random.default_rng(0), 15)
 
 

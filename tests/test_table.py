@@ -91,7 +91,7 @@ def test_a_verdict_needs_a_difference_that_a_paired_t_test_finds(tmp_path: Path)
     assert said.startswith(
         "val_loss (lower is better), beside first: better: lower (-0.4967 [-0.5110, -0.4823], 3 seeds); "
     )
-    assert "; no difference shown: near (" in said
+    assert "; not measurably different: near (" in said
     assert said.endswith("3 seeds); too few seeds to tell: alone (+8.0000, one seed)")
     (said,) = summarise(read_runs(tmp_path), ["parameters"], arms).verdicts()
     assert "; " in said and "parameters, beside first: lower: lower (" in said, "no direction is better"

@@ -101,6 +101,7 @@ def split(content: Mapping[str, Any]) -> tuple[Tensors, Tensors, dict[str, Any]]
     rest["optimizer_states"] = [{"param_groups": groups}]
 
     def plain(value: Any, path: str) -> Any:
+        """Return a value as JSON; its tensors move to ``others``, under their path. Raises TypeError."""
         if isinstance(value, Tensor):
             others[path] = value
             return {"tensor": path}

@@ -49,6 +49,7 @@ def _exclusive(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concaten
 
     @functools.wraps(method)
     def call(self: Engine, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the method under the engine's lock."""
         if self._lock.locked():
             raise RuntimeError(
                 "engine must be used by one call at a time, got a second one during the first; use an Engine for "
@@ -403,6 +404,7 @@ class Engine:
         mark, narrow = memory.mark(), replace(memory.narrow(room), narrowed_to=None)
 
         def call() -> Tensor:
+            """Return the logits of the last row [B, V]; [B, 0, V] with ``rows=0``."""
             ledger.used = self.capacity - tokens_BT.shape[1]  # an arbitrary value: the recording is for all lengths
             with self.model.evaluating():
                 out = self.model(tokens_BT, documents=documents_BT, memory=narrow, rows=rows)

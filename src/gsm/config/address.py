@@ -38,17 +38,17 @@ def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def address(config: Mapping[str, Any]) -> str:
-    """Return the address: the same for two configurations exactly if they train the same."""
+    """Return the address, 8 hexadecimal digits; two configurations share it if and only if they train the same."""
     return hashed(decisive(config))
 
 
 def address_of_all_seeds(config: Mapping[str, Any]) -> str:
-    """Return the same without the seed: one for all seeds of an arm."""
+    """Return the address without the seed, which all seeds of an arm share."""
     return hashed(of_all_seeds(config))
 
 
 def origin(config: Mapping[str, Any], step: int | None = None) -> dict[str, Any]:
-    """Return the origin of weights: the run with this configuration, and a step of it; None: its end."""
+    """Return where weights come from: the run with this configuration, and its step (None: the last one)."""
     return {"run": address(config), "settings": address_of_all_seeds(config), "step": step}
 
 
@@ -66,14 +66,14 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], without: Coll
 
 
 def placed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a composed configuration, its folder the label alone, with the folder of its run: with its address."""
+    """Return a composed configuration whose folder ends in the address; a run that exists keeps its folder."""
     place, digits = Path(config["folder"]), address(config)
     there = find(place.parent, digits) or place.with_name(f"{place.name}-{digits}")
     return moved(config, str(place), str(there))
 
 
 def changed(config: Mapping[str, Any], **values: Any) -> dict[str, Any]:
-    """Return a placed configuration with other values, and so with another folder."""
+    """Return a placed configuration with some values replaced, in the folder of its new address."""
     place = Path(config["folder"])
     return placed({**moved(config, str(place), str(place.with_name(config["label"]))), **values})
 
@@ -84,7 +84,7 @@ def find(experiment: Path, digits: str) -> Path | None:
 
 
 def noted(folder: Path) -> Mapping[str, Any]:
-    """Return the configuration of the run in a folder; empty where there is none. Raises ConfigError if damaged."""
+    """Return the configuration that a run saved in its folder; empty without a file. Raises ConfigError if damaged."""
     config = saved(folder / CONFIG) or {}
     if not isinstance(config, Mapping):
         raise ConfigError(DAMAGED.format(folder / CONFIG, "it holds no keys"))
@@ -92,7 +92,7 @@ def noted(folder: Path) -> Mapping[str, Any]:
 
 
 def moved(value: Any, old: str, new: str) -> Any:
-    """Return a configuration with another folder in all of its paths."""
+    """Return a configuration in which all paths inside the folder ``old`` are moved to the folder ``new``."""
     if isinstance(value, Mapping):
         return {key: moved(below, old, new) for key, below in value.items()}
     if isinstance(value, list):

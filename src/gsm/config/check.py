@@ -1,8 +1,7 @@
-"""Misspelt keys and unknown variants become one sentence that names them, before anything is built.
+"""Check the keys and the types of values in a configuration before anything is built.
 
-There is no second description of the configuration to keep in step. For a mapping with a ``_target_`` the constructor's
-signature is the schema. For a mapping without a ``_target_``, the keys of all yamls of its group are the schema
-(``gsm.config.options.reference``).
+The schema of a mapping with a ``_target_`` is the signature of its constructor. The schema of any other mapping is the
+keys in all yamls of its group (``gsm.config.options.reference``).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 from gsm.errors import ConfigError, within
 
-# Keys beside what a part's constructor takes: others read them.
+# Keys of a part that are no arguments of its constructor: other code reads them.
 CONTEXT = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, default=1, annotation=int)
 BESIDE = {"trainer": {"context": CONTEXT}}
 HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
@@ -37,11 +36,11 @@ def check(config: Mapping[str, Any], reference: Mapping[str, Any]) -> None:
 
     Args:
         config: plain containers.
-        reference: a mapping with all keys that there may be. A part with a ``_target_`` needs none: its constructor's
-            signature has them.
+        reference: a mapping with all allowed keys. A part with a ``_target_`` needs none: the signature of its
+            constructor has them.
 
     Raises:
-        ConfigError: a key that nothing takes, or a value of a type that its taker does not accept.
+        ConfigError: an unknown key, or a value of the wrong type.
     """
     sources = ("size", "recipe")  # first, so that an error names them rather than the parts that repeat their numbers
 
@@ -52,7 +51,8 @@ def check(config: Mapping[str, Any], reference: Mapping[str, Any]) -> None:
         if key not in reference:
             raise unknown("key", key, reference, "the configuration")
         if isinstance(reference[key], int) and not fits(value, type(reference[key])):
-            raise ConfigError(f"{key} is {value!r} ({type(value).__name__}), but takes {type(reference[key]).__name__}")
+            takes = type(reference[key]).__name__
+            raise ConfigError(f"{key} must be {takes}, got {value!r} ({type(value).__name__})")
         if isinstance(value, Mapping):
             _check_mapping(value, reference[key], key)
     within(0, 2**32 - 1, seed=config.get("seed"))
@@ -60,17 +60,14 @@ def check(config: Mapping[str, Any], reference: Mapping[str, Any]) -> None:
 
 
 def check_place(key: str, value: Any) -> None:
-    """Check the place of a run and its beginning: ``name`` and ``arm`` are one folder each, others are somewhere.
-
-    Raises ConfigError.
-    """
+    """Raise ConfigError unless ``name`` and ``arm`` are names of one folder, and other keys are paths of folders."""
     if key == "start_from" and value is None:
         return
     text, is_path = str(value), key in PATHS
     is_root = is_path and Path(text).resolve() == Path(text).resolve().parent
     several = not is_path and ("/" in text or text.startswith("."))
     if type(value) not in ((str,) if is_path else (str, int, float)) or not text.strip() or is_root or several:
-        what = "the path of a folder" if is_path else "a name of one folder, without slashes and a dot in front"
+        what = "the path of a folder" if is_path else "the name of a folder, without slashes or a leading dot"
         raise ConfigError(f"{key} must be {what}, got {value!r:.60}")
 
 
@@ -118,7 +115,7 @@ def shortened(value: str | int) -> str:
 
 
 def parameters(target: str) -> dict[str, inspect.Parameter] | None:
-    """Return the parameters of a ``_target_``, by name; None if it takes any.
+    """Return the parameters of a ``_target_`` by name; None if it takes any keyword, or has no signature.
 
     Raises ConfigError if it cannot be imported.
     """
@@ -126,7 +123,7 @@ def parameters(target: str) -> dict[str, inspect.Parameter] | None:
     try:
         taker = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"_target_ '{target}' cannot be imported: {error}") from error
+        raise ConfigError(f"_target_ must be the import path of a class or function, got {target}: {error}") from error
     try:
         hints = typing.get_type_hints(taker.__init__ if inspect.isclass(taker) else taker)
     except (NameError, TypeError):
@@ -141,7 +138,7 @@ def parameters(target: str) -> dict[str, inspect.Parameter] | None:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Return whether a value from a yaml fits a type hint; True where that is not plain to see."""
+    """Return whether a value from a yaml fits a type hint; True for a hint that this function does not know."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return any(fits(value, option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is typing.Literal:
@@ -196,7 +193,7 @@ def _check_arguments(node: Mapping[str, Any], path: str) -> None:
         return
     for key, parameter in (taken or {}).items():
         if parameter.default is inspect.Parameter.empty and parameter.kind in NAMED and key not in node:
-            raise ConfigError(f"{path}.{key} has no value, but {node['_target_']} needs one")
+            raise ConfigError(f"{path}.{key} must be given: {node['_target_']} requires it")
 
 
 def _check_value(path: str, value: Any, parameter: inspect.Parameter) -> None:
@@ -206,4 +203,4 @@ def _check_value(path: str, value: Any, parameter: inspect.Parameter) -> None:
     if is_part or value is None and parameter.default is None or fits(value, hint):
         return
     name = hint.__name__ if inspect.isclass(hint) else re.sub(r"(typing|collections\.abc)\.", "", str(hint))
-    raise ConfigError(f"{path} is {value!r} ({type(value).__name__}), but takes {name}")
+    raise ConfigError(f"{path} must be {name}, got {value!r} ({type(value).__name__})")

@@ -1,4 +1,4 @@
-"""The common part of the scripts at the root: what they do around Hydra, and their own arguments without it."""
+"""Shared code of the scripts at the root: errors, commands to print, and ``name=value`` arguments without Hydra."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from gsm.training.distributed.ranks import rank
 
 TRUTH = {"true": True, "false": False}
 NAMED = re.compile(r"[A-Za-z_]\w*=")
-prepared = False  # whether this process is a command of the project, and no application that calls it
+prepared = False  # True in a command of the project, False in an application that imports the package
 
 
 def prepare() -> None:
-    """Before ``hydra.main``: register the resolvers of the yamls."""
+    """Prepare a command for ``hydra.main``: register the resolvers, and check that the folders in GSM_CONFIGS exist."""
     global prepared
     prepared = True
     register_resolvers()
     threading.excepthook = _say_in_thread
     with errors_as_sentences():
-        paths.config_folders()  # that those in GSM_CONFIGS are there
+        paths.config_folders()
 
 
 def run(function: Callable[[dict[str, Any]], object], config: DictConfig) -> None:
@@ -136,14 +136,14 @@ def read_arguments(
     for argument in words:
         name, equals, text = argument.partition("=")
         if not equals:
-            raise ConfigError(f"cannot read '{argument}': arguments look like name=value, for example seed=1")
+            raise ConfigError(f"arguments must be name=value, such as seed=1, got '{argument}'")
         if name not in taken:
             raise unknown("argument", name, taken, paths.called(script).removeprefix("python "))
         read, takes = KINDS.get(taken[name].annotation, (str, "str"))
         try:
             values[name] = read(text)
         except (ValueError, KeyError) as error:
-            raise ConfigError(f"{name} is '{text}', but takes {takes}") from error
+            raise ConfigError(f"{name} must be {takes}, got '{text}'") from error
     missing = [n for n, p in taken.items() if p.default is inspect.Parameter.empty and n not in values]
     if missing:
         raise lacks(script, missing[0])
@@ -151,9 +151,8 @@ def read_arguments(
 
 
 def lacks(script: str, argument: str) -> ConfigError:
-    """Return the error of a call without an argument that the script needs."""
-    program = paths.called(script)
-    return ConfigError(f"{program.removeprefix('python ')} needs {argument}=...; {program} --help says what it is")
+    """Return the error for a missing argument of a script."""
+    return ConfigError(f"{argument}= must be given; {paths.called(script)} --help explains it")
 
 
 def listed(text: str) -> list[str]:
@@ -180,18 +179,18 @@ def assigned(text: str) -> dict[str, int]:
     return {name.strip(): int(value) for name, _, value in (word.partition("=") for word in listed(text))}
 
 
-KINDS: dict[Any, tuple[Callable[[str], Any], str]] = {  # by annotation: how a word is read, and what it has to be
+KINDS: dict[Any, tuple[Callable[[str], Any], str]] = {  # by annotation: the function that reads a word, and its type
     int: (int, "int"),
     float: (float, "float"),
     bool: (lambda text: TRUTH[text.lower()], "true or false"),
-    Sequence[str]: (listed, "names with commas between them"),
-    Sequence[int]: (whole_numbers, "whole numbers from 1 on: 256,512, or 256:4096:256, whose steps end there"),
-    Mapping[str, int]: (assigned, "names with whole numbers: pairs=1,asked=1"),
+    Sequence[str]: (listed, "names separated by commas"),
+    Sequence[int]: (whole_numbers, "whole numbers from 1 on, as 256,512, or a range first:last:step, as 256:4096:256"),
+    Mapping[str, int]: (assigned, "names with whole numbers, as pairs=1,asked=1"),
 }
 
 
 def again() -> str:
-    """Return the command that runs this process once more, so that it goes on; for Python, the call to repeat."""
+    """Return the command that resumes this run; outside of a command, the call to repeat."""
     if not prepared:
         return "the same call of train"
     words = sys.argv[1:]
@@ -206,7 +205,7 @@ def typed(program: str, *words: str) -> str:
 
     Args:
         program: one of the environment's, ``python`` or ``tensorboard``.
-        words: what follows it; those that a shell would take apart get quotes.
+        words: its arguments, which are quoted for a shell.
     """
     return shlex.join([_program(program), *words])
 
@@ -220,8 +219,8 @@ def command(name: str, *words: str) -> str:
 
 
 def own_configs() -> tuple[str, list[str]]:
-    """Return what names the folders of the user's own yamls: the beginning of a command, and its flag, which takes one
-    folder."""
+    """Return how a command names the folders of the user's own yamls: the assignment of GSM_CONFIGS before it, or, for
+    one folder, the flag ``--config-dir`` and its value."""
     folders = list(map(str, paths.config_folders()[1:]))
     if len(folders) > 1:
         return f"GSM_CONFIGS={shlex.quote(os.pathsep.join(folders))} ", []
@@ -270,6 +269,6 @@ def errors_as_sentences() -> Iterator[None]:
 
 
 def _say_in_thread(args: threading.ExceptHookArgs) -> None:
-    """Print no OSError of a thread: TensorBoard's thread passes it to the main thread, which prints it."""
+    """Print the exception of a thread, except for OSError: TensorBoard's thread hands that to the main thread."""
     if not isinstance(args.exc_value, OSError):
         threading.__excepthook__(args)

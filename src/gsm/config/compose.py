@@ -30,8 +30,8 @@ from gsm.config.options import groups_of, listing, reference
 from gsm.config.trust import vetted
 from gsm.models.schedule import local_reach
 
-# Words for the gap of a task: longer than GSM carries anything without a bank, than GSM with the writer `delta` does
-# (its state carries more), or than both GSM and the baseline do.
+# Values of data.task.gap that stand for a distance: just farther than GSM carries information without a bank, than GSM
+# with the writer `delta` does (its state carries more), or than both GSM and the baseline do.
 REACHES = ("beyond_gsm", "beyond_delta", "beyond_baseline")
 NEEDED = ("model", "size", "data", "optimizer", "recipe", "trainer")  # groups that every run has a variant of
 PLAIN = re.compile(r"[A-Za-z_/][\w./-]*", re.ASCII)  # one word of Hydra's grammar, which knows no letters beyond ASCII
@@ -47,11 +47,11 @@ def compose(
         overrides: words as on the command line: ``["model=baseline", "size=tiny", "model.state_size=64"]``.
         directories: folders of yaml files in addition to ``configs/`` and the folders in GSM_CONFIGS.
         script: name of the script's yaml in ``configs/``.
-        digest: of the yamls (`gsm.paths.digest`), for compositions that belong together; None: as they are now.
+        digest: hash of the yamls (`gsm.paths.digest`): several compositions with one digest read the same yamls. None:
+            the yamls as they are now.
 
     Raises:
-        ConfigError: an unknown key or variant, in Hydra's words, or a value that does not fit; or a yaml that has to be
-            read has changed since it had this digest.
+        ConfigError: an unknown key or variant, a value of the wrong type, or yamls that no longer have this digest.
     """
     folders = tuple(paths.config_folders(directories))
     try:
@@ -79,8 +79,8 @@ def finish(config: DictConfig, folders: Sequence[Path], script: str = "train") -
             raise ConfigError(f"{group} must be given, got null")
     if "experiment" in config and choices.get("experiment"):
         raise ConfigError(
-            f"experiment/{choices['experiment']}.yaml has to begin with the line '# @package _global_': save it so, as "
-            "UTF-8 without a byte-order mark"
+            f"experiment/{choices['experiment']}.yaml must begin with the line '# @package _global_', in UTF-8 without "
+            "a byte-order mark"
         )
     plain = _resolve(config)
     _fill_in(plain)
@@ -99,7 +99,7 @@ def _placed(config: dict[str, Any], overrides: Collection[str]) -> dict[str, Any
     for key in ("folder", "origin"):
         if key in overrides:
             raise ConfigError(
-                f"{key} must be left out, as it follows from the others: logs= and name= choose the place"
+                f"{key} must be left out, as it follows from other keys; choose the place with logs= and name="
             )
     if config["start_from"] and not config["origin"]:
         from gsm.config.stored import origin  # it imports PyTorch, too slow for the error of a misspelt word
@@ -125,21 +125,18 @@ def _reference(script: str, folders: tuple[Path, ...], digest: str) -> dict[str,
 
 
 def refuse_unnamed(config: Mapping[str, Any], directories: Sequence[Path] = ()) -> None:
-    """Raise ConfigError for a model or data that could be trained, but not loaded from the checkpoint again."""
+    """Raise ConfigError for a model or data with a part that no yaml names: its checkpoint could not be loaded."""
     for part in ("model", "data"):
         if not isinstance(config.get(part), Mapping):
             continue
         try:
             vetted(config[part], part, directories)
         except ConfigError as error:
-            raise ConfigError(f"{error}; its checkpoint could not be loaded again: add a yaml for this part") from error
+            raise ConfigError(f"{error}; add a yaml for this part, or its checkpoint cannot be loaded") from error
 
 
 def from_job(config: DictConfig) -> dict[str, Any]:
-    """Return the finished configuration of the Hydra job that is running. Its checkpoint can be loaded again.
-
-    Raises ConfigError.
-    """
+    """Return the configuration of the running Hydra job, resolved and checked. Raises ConfigError."""
     script, folders = HydraConfig.get().job.config_name or "train", folders_of(HydraConfig.get())
     finished = finish(config, folders, script)
     if script == "train":
@@ -181,10 +178,10 @@ def _as_job(composed: DictConfig, folders: Sequence[Path], script: str) -> dict[
 
 
 def _hydra(words: tuple[str, ...], folders: tuple[Path, ...], script: str, digest: str) -> DictConfig:
-    """Compose as Hydra does, with its own node. Raises HydraException, YAMLError, ValueError.
+    """Return the configuration that Hydra composes, with its own node. Raises HydraException, YAMLError, ValueError.
 
-    Hydra reads some thirty files for the variants that are chosen, so each choice is composed once. Plain values,
-    ``key=value``, are then set in a copy of it, as Hydra sets them. With any other words Hydra composes it all.
+    Hydra reads some thirty files for a choice of variants, so each choice is composed once and cached. Plain values,
+    ``key=value``, are set in a copy of it. Hydra composes anything else anew.
     """
     parsed, groups = OverridesParser.create().parse_overrides(list(words)), groups_of(folders)
     key = (folders, digest, script, os.getcwd())
@@ -235,6 +232,7 @@ def register_resolvers() -> None:
 
     * ``${root:}``: the folder of the repository, or the current one where there is none;
     * ``${own_configs:}``: the folders of yaml files in GSM_CONFIGS, for Hydra's search path;
+    * ``${home:path}``: the path with ``~`` expanded;
     * ``${quoted:path}``: the path as an override of Hydra has it;
     * ``${named:experiment}``, ``${named:arm}``: their default names, see ``gsm.config.naming``;
     * ``${variants:group,first,without,...}``: arms of an experiment, one for each variant of a group, so that a new
@@ -253,7 +251,7 @@ def register_resolvers() -> None:
 
 
 def _fill_in(config: dict[str, Any]) -> None:
-    """Put numbers of the size and the model at hand in place of the words that stand for them.
+    """Replace words in a configuration by numbers that follow from its size and its model.
 
     * ``model.stages=all``: the encoder layers that read a bank, on which a stage may stand;
     * ``data.task.gap``: ``beyond_gsm``, ``beyond_baseline`` or ``beyond_delta``, see `REACHES`.
@@ -269,14 +267,14 @@ def _fill_in(config: dict[str, Any]) -> None:
 
 
 def _gap(word: str, size: Mapping[str, Any], model: Mapping[str, Any]) -> int:
-    """Return the positions back that only a bank reaches beyond. Raises ConfigError for an unknown word."""
+    """Return the distance, in positions, beyond which only a bank reaches. Raises ConfigError for an unknown word."""
     if word not in REACHES:
-        raise ConfigError(f"data.task.gap is '{word}', but takes a number of tokens, or one of {', '.join(REACHES)}")
+        raise ConfigError(f"data.task.gap must be a number of tokens, {' or '.join(REACHES)}, got {word}")
     chosen = model.get("state_size")
     entries = chosen if chosen and isinstance(chosen, int) else size["window"] + size["top_k"]  # as with `width` below
     window = (model.get("state_reader") or {}).get("window", 1)  # of each layer of GSM's decoder, beside the state
     width = (model.get("encoder_layer") or {}).get("feed_forward_convolution", 1)
-    convolved = width - 1 if isinstance(width, int) else 0  # `check` refuses all others
+    convolved = width - 1 if isinstance(width, int) else 0  # `check` raises for any other type
     return local_reach(
         encoder_layers=size["encoder_layers"],
         decoder_layers=size["decoder_layers"] if word == "beyond_baseline" else 0,
@@ -313,20 +311,20 @@ def _options(script: str) -> str:
 
 
 def _resolve(config: DictConfig) -> dict[str, Any]:
-    """Plain containers without Hydra's own node. Raises ConfigError for a reference to nothing, or a value left out."""
+    """Return plain containers without Hydra's own node. Raises ConfigError for a missing value or broken reference."""
     config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     try:
         plain = cast(dict, OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
     except MissingMandatoryValue as error:
-        raise ConfigError(f"{error.full_key} has no value: say {error.full_key}=... on the command line") from error
+        raise ConfigError(f"{error.full_key} must be given: {error.full_key}=... on the command line") from error
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0].rstrip(".")
-        raise ConfigError(f"{error.full_key or 'the configuration'} has no value: {reason}") from error
+        raise ConfigError(f"{error.full_key or 'the configuration'} must have a value: {reason}") from error
     return {str(key): paths.at_home(value) for key, value in plain.items()}
 
 
 def parse(overrides: Iterable[str]) -> list[Override]:
-    """Return overrides without those of Hydra itself. Raises ConfigError for a word that is none."""
+    """Return the parsed overrides without those of Hydra itself. Raises ConfigError for a word that is no override."""
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:

@@ -25,7 +25,7 @@ from gsm.data.tokenizer import Tokenizer
 from gsm.models.base import LanguageModel
 from gsm.models.checks import DEVICES
 
-# Arguments of data that older checkpoints name, and those of them that changed the data.
+# Arguments of data that older checkpoints have and this version has not; those in CHANGING changed the data.
 WITHDRAWN = {"on_corrupt", "longest_line", "digits", "increment", "num_workers", "prepare_workers"}
 CHANGING = ("digits", "increment")
 
@@ -47,9 +47,9 @@ def build_model(
         directories: folders of yaml files besides ``configs/``, for variants of one's own.
 
     Raises:
-        ConfigError: an unknown name or key, or a value that the model refuses.
+        ConfigError: an unknown name or key, or a value out of range.
     """
-    # The arm is set because a model has no name of a run.
+    # Any arm will do: its default would be derived from the overrides of a command.
     config = compose([f"model={name}", f"size={size}", "arm=model", *overrides], directories)
     return instantiate_model(config, seed)
 
@@ -72,9 +72,9 @@ def load_model(
 
     Raises:
         FileNotFoundError: there is no such folder.
-        CheckpointError: it is truncated or damaged, no checkpoint of this project, names parts that no yaml names, or
-            its configuration no longer fits the code.
-        ConfigError: an override that changes no value of the model.
+        CheckpointError: it is truncated, damaged or no checkpoint of this project; it names a part that no yaml names;
+            or its configuration does not fit this version of the code.
+        ConfigError: an override of a key that the model does not have.
     """
     saved = read_checkpoint(path)
     model = model_of(saved, path, directories, overrides)
@@ -113,8 +113,9 @@ def _changed(node: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
         takes = isinstance(place, dict) and last in place and not last.startswith("_")
         if not takes or override.is_delete() or override.is_sweep_override():
             raise ConfigError(
-                f"a checkpoint cannot be changed by '{override.input_line}': give a value that its model has, such as "
-                f"model.{next(key for key, value in node.items() if key[:1] != '_' and not isinstance(value, dict))}="
+                "overrides must set values that the checkpoint's model has, such as model."
+                f"{next(key for key, value in node.items() if key[:1] != '_' and not isinstance(value, dict))}=, "
+                f"got {override.input_line}"
             )
         place[last] = override.value()
     return node
@@ -162,7 +163,7 @@ def load_sound_weights(model: LanguageModel, saved: Mapping[str, Any], path: str
     if wrong := misfits(model, saved):
         raise CheckpointError(f"the weights in {path} do not fit the model in its configuration: {few(wrong)}")
     if broken := not_finite(_weights(saved)):
-        raise CheckpointError(f"the weights in {path} are of a model that broke: {few(broken)} hold what is not finite")
+        raise CheckpointError(f"the weights in {path} must be finite, got NaN or infinity in {few(broken)}")
     load_weights(model, saved)
 
 
@@ -198,15 +199,18 @@ def usable(device: str) -> str:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         reason = (str(error).splitlines() or ["no reason given"])[0].rstrip(".")
-        raise ConfigError(
-            f"device is '{device}', but PyTorch cannot use it ({reason}); say cpu, cuda or auto"
-        ) from error
+        raise ConfigError(f"device must be cpu, cuda or auto, and usable by PyTorch, got {device}: {reason}") from error
     return device
 
 
 def instantiate_model(config: Mapping[str, Any], seed: int | None = None) -> LanguageModel:
-    """Build the model of a composed configuration. Raises ConfigError with the model's own words where it refuses, and
-    for sizes that no machine holds."""
+    """Build the model of a composed configuration. Raises ConfigError for a value out of range, and for a model that
+    does not fit into memory.
+
+    Args:
+        config: its ``model``, and its ``size`` for the names of keys in errors.
+        seed: as in ``build_model``.
+    """
     values = {name: config[name] for name in ("size", "model") if name in config}  # most numbers are the size's
     try:
         with refusals("model", values), torch.random.fork_rng(enabled=seed is not None):
@@ -222,21 +226,26 @@ def instantiate_model(config: Mapping[str, Any], seed: int | None = None) -> Lan
 
 
 def sketch(config: Mapping[str, Any]) -> None:
-    """Build the model without its numbers, so that it refuses its values before a run begins. Raises ConfigError."""
-    unknown = InstantiationException, NotImplementedError  # a part of one's own that computes with its weights
+    """Build the model without memory for its weights, to check its values before a run. Raises ConfigError."""
+    unknown = InstantiationException, NotImplementedError  # from a user's part that computes with its weights
     with torch.device("meta"), contextlib.suppress(*unknown):
         instantiate_model(config)
 
 
 def instantiate(node: Mapping[str, Any], place: str, **arguments: Any) -> Any:
-    """Build the object that ``_target_`` names. Raises ConfigError with the sentence of a constructor that refuses."""
+    """Build the object that ``_target_`` names. Raises ConfigError with the message of the constructor's error."""
     with refusals(place, {place: node}):
         return hydra.utils.instantiate(node, **arguments)
 
 
 def instantiate_data(node: Mapping[str, Any], tokenizer: Tokenizer | None) -> Any:
-    """Build data. Text is read with this tokenizer rather than its own. Raises ConfigError."""
-    older = WITHDRAWN if node["_target_"].startswith("gsm.") else set()  # data of one's own keep theirs
+    """Build a data module. Raises ConfigError.
+
+    Args:
+        node: its configuration.
+        tokenizer: reads text in place of the one in ``node``; None: that one does.
+    """
+    older = WITHDRAWN if node["_target_"].startswith("gsm.") else set()  # a user's data may have such arguments
     for key in CHANGING:
         if key in older and node.get(key) is not None:
             raise ConfigError(
@@ -251,7 +260,7 @@ def instantiate_data(node: Mapping[str, Any], tokenizer: Tokenizer | None) -> An
 
 
 def construct(make: Callable[..., Any], place: str, **arguments: Any) -> Any:
-    """Build a partial part with objects that no yaml can hold. Raises as ``instantiate``."""
+    """Complete a partial part with arguments that no yaml can hold, such as callbacks. Raises as ``instantiate``."""
     try:
         with refusals(place):
             return make(**arguments)
@@ -261,7 +270,7 @@ def construct(make: Callable[..., Any], place: str, **arguments: Any) -> Any:
 
 @contextlib.contextmanager
 def refusals(place: str, values: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Turn a constructor's refusal into a ConfigError with the full path of the key, or else the place.
+    """Turn the error of a constructor into a ConfigError with the full path of the key, or else with the place.
 
     Args:
         place: the part of the configuration that is built.

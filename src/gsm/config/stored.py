@@ -1,4 +1,4 @@
-"""Runs and checkpoints on the disk, by the path or the name that somebody types."""
+"""Find runs and checkpoints on the disk by a path or a name."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ def _missing(folder: Path) -> Exception:
         return CheckpointError(f"{folder} is a file: a checkpoint is a folder, such as that of a run or of its step")
     if folder.is_dir():
         return FileNotFoundError(f"no checkpoint in {folder}: it has no checkpoints/step_...")
-    return FileNotFoundError(
-        f"no checkpoint at {folder}; those that come along are called {', '.join(paths.trained())}"
-    )
+    return FileNotFoundError(f"no checkpoint at {folder}; the package has the models {', '.join(paths.trained())}")
 
 
 def checkpoint_folder(path: str | os.PathLike[str]) -> Path:

@@ -38,7 +38,7 @@ def vetted(node: Any, part: str, directories: Sequence[Path] = ()) -> dict[str, 
     """
     folders = tuple(paths.config_folders(directories))
     if not isinstance(node, Mapping) or "_target_" not in node or "_partial_" in node:
-        raise ConfigError(f"{part} is {_shown(node)}, but has to be a mapping with a _target_")
+        raise ConfigError(f"{part} must be a mapping with a _target_, got {_shown(node)}")
     _check(node, part, GROUPS[part], _named(GROUPS[part], folders, paths.digest(folders)))
     cache = node.get("cache_dir")
     if cache is not None and not _is_cache(cache):
@@ -49,16 +49,16 @@ def vetted(node: Any, part: str, directories: Sequence[Path] = ()) -> dict[str, 
 def _check(value: Any, place: str, groups: tuple[str, ...], known: frozenset[str], depth: int = 0) -> None:
     """Raise ConfigError unless a value is made of mappings, lists and plain values, and names known parts alone."""
     if depth > DEEPEST:
-        raise ConfigError(f"{place} is nested deeper than {DEEPEST} levels")
+        raise ConfigError(f"{place} must be nested at most {DEEPEST} levels deep")
     if isinstance(value, Mapping):
         for key, below in value.items():
             if type(key) is not str:
-                raise ConfigError(f"{place} has the key {_shown(key)}, which is no plain value")
+                raise ConfigError(f"{place} must have keys of type str, got {_shown(key)}")
             if key.startswith("_") and key not in HYDRA:
-                raise ConfigError(f"{place} has the key {_shown(key)}, which has no place in a file")
+                raise ConfigError(f"{place} must have no keys of Hydra but {', '.join(HYDRA)}, got {_shown(key)}")
             choices = HYDRA.get(key)
             if choices is not None and below not in choices:
-                raise ConfigError(f"{place}.{key} is {_shown(below)}, but has to be one of {choices}")
+                raise ConfigError(f"{place}.{key} must be one of {choices}, got {_shown(below)}")
             if key == "_target_" and not (isinstance(below, str) and below in known):
                 raise ConfigError(
                     f"{place}.{key} must be named by a yaml in {', '.join(groups)}, got {_shown(below)}. For a part of "
@@ -70,9 +70,9 @@ def _check(value: Any, place: str, groups: tuple[str, ...], known: frozenset[str
         for number, below in enumerate(value):
             _check(below, f"{place}[{number}]", groups, known, depth + 1)
     elif not (value is None or type(value) in (str, int, float, bool)):
-        raise ConfigError(f"{place} is {_shown(value)}, which is no plain value")
+        raise ConfigError(f"{place} must be a plain value, got {_shown(value)}")
     elif isinstance(value, str) and ("${" in value or value == "???"):  # resolving it could read the environment
-        raise ConfigError(f"{place} is {_shown(value)}, which a saved configuration does not hold")
+        raise ConfigError(f"{place} must be a resolved value, got {_shown(value)}")
 
 
 def _is_cache(folder: Any) -> bool:

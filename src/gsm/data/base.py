@@ -39,22 +39,22 @@ def check_numbers(batch_size: int, validation_sequences: int | None, seed: int) 
 class DataModule(lightning.LightningDataModule):
     """A `LightningDataModule` with all extras at their defaults, and with its position in a run.
 
-    **Exact resume**: a run that was interrupted asks for `train_dataloader()` again, which has to go on behind
-    `batches_done` batches of this rank. A data module that does not ask begins its data again, and the run is another
-    one from there on. One that draws random numbers of its own does so too, unless it keeps them in Lightning's
-    `state_dict` and `load_state_dict`. The loader has to be sized or endless, and a pass has to be a whole number of
-    optimiser steps: `accumulated` batches each.
+    **Exact resume**: a run that resumes calls `train_dataloader()` again, and the loader must skip the first
+    `batches_done` batches of this rank. Otherwise the data start over, and the run differs from one without an
+    interruption. The same holds for a data module with its own random numbers, unless it keeps their state in
+    Lightning's `state_dict` and `load_state_dict`. The loader must be sized or endless, and a pass must be a whole
+    number of optimiser steps of `accumulated` batches each.
 
     Attributes:
         tokenizer: travels in the checkpoint, for generate.py and evaluate.py; None: ids stand for themselves.
         token_bytes_V: bytes of text that each id stands for; validation then logs bits per byte.
         measures_accuracy: whether validation counts how often the likeliest token is the target.
-        resumes: True where `train_dataloader` goes on where training stands; a run that is resumed without it says so.
+        resumes: True if `train_dataloader` skips the batches that are done; a run that resumes without it warns.
         held_out: the text of validation: `validation`, which tables report, or `tuning`, to choose a value by.
-        first_sequence: the place in the order of training where the run begins: behind what the run that it starts from
-            has read of the same sequences.
-        context, batch_size: T and B on each device, 0 where they are not always the same; for the header of a run, and
-            to refuse to resume it with steps of another size.
+        first_sequence: the place in the order of training where the run begins: after the sequences that the run it
+            starts from has read.
+        context, batch_size: T and B on each device, 0 if they vary; for the header of a run, and to check that a
+            resumed run has steps of the same size.
     """
 
     tokenizer: Tokenizer | None = None
@@ -103,10 +103,9 @@ class DataModule(lightning.LightningDataModule):
 
     @cached_property
     def bytes_per_token(self) -> float | None:
-        """Bytes of text for each predicted token of validation: bits per byte = loss / ln 2 / this. None without
-        `token_bytes_V`.
+        """Mean bytes of text per validation target: bits per byte = loss / ln 2 / this. None without `token_bytes_V`.
 
-        Counted over exactly the targets that the validation loss averages; an end of text is predicted and has 0 bytes.
+        The mean is over the targets of the validation loss; an end of text is one of them and has 0 bytes.
         """
         if self.token_bytes_V is None:
             return None
@@ -115,12 +114,12 @@ class DataModule(lightning.LightningDataModule):
 
     @property
     def marks(self) -> dict[str, str]:
-        """The mark of a run on a tuning split, in its summary and its fingerprint."""
+        """The entry that a tuning split adds to the summary and the fingerprint; empty for validation."""
         return {} if self.held_out == "validation" else {"held_out": self.held_out}
 
     @property
     def batches_done(self) -> int:
-        """Batches of finished steps, on each rank; 0 without a trainer. Not those fetched: some may be ahead."""
+        """Batches of finished steps, on each rank; 0 without a trainer. A loader may have fetched more."""
         return self.trainer.global_step * self.accumulated if self.trainer else 0
 
     @property
@@ -135,7 +134,7 @@ class DataModule(lightning.LightningDataModule):
 
     @property
     def rank(self) -> int:
-        """This process among those that share the data; tensor-parallel ranks have the same."""
+        """The number of this process among those that share the data; tensor-parallel ranks have the same number."""
         return self._shares["rank"]
 
     @property

@@ -28,7 +28,7 @@ def cache_folder(chosen: str | os.PathLike[str] | None = None) -> Path:
     in the user's cache: XDG_CACHE_HOME or `~/.cache`.
 
     Raises:
-        OSError: the folder cannot be made; the sentence has the two ways to choose another.
+        OSError: the folder cannot be made; the message names the two settings that choose another.
     """
     folder = Path(at_home(str(chosen or os.environ.get("GSM_CACHE") or _own_folder())))
     try:
@@ -55,8 +55,8 @@ def _own_folder() -> Path:
 def file_digest(path: Path, notes: Path | None) -> str:
     """Return the SHA-256 of a file's contents, in hexadecimal.
 
-    A folder `notes` keeps it. The note holds while nothing has written to the file: `cp -p` and `rsync -t` set the
-    time that `ls` shows, but not the one that the disk notes.
+    The folder `notes` caches it until the file changes, by its size, inode and ctime: unlike the time that `ls` shows,
+    the ctime is not preserved by `cp -p` and `rsync -t`.
     """
     state = path.stat()
     facts = {"path": str(path.resolve()), "size": state.st_size, "inode": state.st_ino, "changed": state.st_ctime_ns}
@@ -102,7 +102,7 @@ def _take_lock(file: BinaryIO, path: Path) -> None:
 
 @contextmanager
 def writable(folder: Path) -> Iterator[None]:
-    """Turn errors of writing into one sentence: the folder, and the two ways to choose another."""
+    """Turn an OSError of writing into one that names the folder and the two settings that choose another."""
     try:
         yield
     except OSError as error:

@@ -4,9 +4,9 @@
     wait 4    K1 V4 . K7 V2 . . . . . | gap | K7 . . . ? V2         the answer is due some tokens behind its question
     count 3   K1 V4 . K1 V2 . K1 V4 . | gap | K1 V4                 a key comes several times: its most frequent value
 
-To find asks for an index that distinguishes many keys. To wait asks for a memory of the answer, or for a second search
-where the question has gone. To count asks for many needles in one answer: a third of them, or fewer, leave the most
-frequent value uncertain. Ids: keys, values, filler, and the mark (?) at which an answer is due that waits.
+`find` needs an index that distinguishes many keys. `wait` needs a memory of the answer, or a second search when the
+question is out of reach. `count` needs many needles for one answer: from a third of them, or fewer, the most frequent
+value cannot be told. Ids: keys, values, filler, and the mark (?) at which a delayed answer is due.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Capacity:
         asked: questions of a sequence at most.
         needles: number of needles where the load is to wait.
         counted: number of needles where the load is to count, which decides the number of keys; None: the largest load.
-        gap: least number of tokens between needles and questions; in a sequence that is to grow half of it, if that is
-            less, or the room that its needles and one question leave.
+        gap: least number of tokens between needles and questions. While sequences grow, at most half of a sequence, and
+            at most what its needles and one question leave.
 
     Raises:
         ValueError: an unknown kind, or a number out of range.
@@ -127,7 +127,7 @@ class Capacity:
         kind = list(self.loads)[int(random.integers(len(self.loads)))]
         fitting = [amount for amount in self.loads[kind] if self._least(kind, amount) <= length]
         if not fitting:
-            raise ValueError(f"a sequence of {length} cannot hold {kind} {min(self.loads[kind])}")
+            raise ValueError(f"length must hold loads.{kind}={min(self.loads[kind])}, got {length}")
         story = self._story(random, kind, fitting, length)
         return self._written(random, length, growing(self.gap, length, whole), story)
 

@@ -43,8 +43,9 @@ class Corpus:
     * `validation` names files below `root`.
     * Without it, documents are held out by their hash, those in the lowest `validation_share` of all hashes. A file of
       text has the SHA-256 of its module path (`json.decoder`; `json` for `json/__init__.py`); if none is that low, the
-      lowest is held out. A document in a file of many has the SHA-256 of its text. They are the same on every machine,
-      and others may come and go. Of a single text the last `validation_share` is held out, from the next line on.
+      lowest is held out. A document in a file of many has the SHA-256 of its text. So the choice is the same on every
+      machine, and does not depend on other documents. Of a single text the last `validation_share` is held out, from
+      the next line on.
 
     No document is in both splits, and no file twice in one, whichever links lead to it.
 
@@ -179,8 +180,8 @@ class Corpus:
         """Raise ValueError for a file that is not text."""
         if not is_text(name):
             raise ValueError(
-                f"{self._path(name)} has none of the endings of text ({_endings(SUFFIXES)}); convert it to one of "
-                "them, or rename it if it is plain text"
+                f"files must end in {_endings(SUFFIXES)}, got {self._path(name)}; convert it, or rename it if it is "
+                "plain text"
             )
 
     # All files
@@ -215,7 +216,7 @@ class Corpus:
             log.info("Left out of %s: %d hidden, empty and other files (%s).", self.root, len(left_out), names)
 
     def _is_taken(self, path: Path) -> bool:
-        """Return whether a file is text. Raise ValueError for a link to nothing that is called as text is."""
+        """Return whether a file is text, by its name. Raise ValueError for a broken link with such a name."""
         if self._is_excluded(path.name) or not path.name.lower().endswith(self.suffixes):
             return False
         if not path.exists():
@@ -234,10 +235,10 @@ class Corpus:
         held_out = [name for name in self._everything if _fits(self._local(name), patterns)]
         train = [name for name in names if name not in held_out]
         if not held_out or not train:
-            lacks = "data.validation fits no file" if not held_out else "nothing is left to train on"
+            fits = "no file" if not held_out else "all files"
             raise ValueError(
-                f"{lacks}: data.validation is {patterns}, data.files {self.taken}, and {self._place} holds "
-                f"{len(names)} files with text{self._wanted()}; patterns are relative to data.path"
+                f"data.validation must fit some but not all files, got {patterns}, which fits {fits}: "
+                f"{self._place} holds {len(names)} files with text{self._wanted()}; patterns are relative to data.path"
             )
         return {"train": train, "validation": sorted(held_out)}
 

@@ -1,6 +1,6 @@
 """FineWeb: web text in parquet files, read from a folder, or streamed from the Hugging Face hub.
 
-`datasets` lists the files on the hub. They are read as those of a folder are, without a copy on the disk.
+`datasets` lists the files on the hub, which are then read without a copy on the disk.
 
 The columns are FineWeb's (text, id, dump, url, date, file_path, language, language_score, token_count); only `text` is
 read. Any other data set on the hub that lies there as parquet with a text column works as well.

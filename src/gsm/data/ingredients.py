@@ -155,7 +155,7 @@ class Ingredients:
     def __post_init__(self) -> None:
         within(1, new_tokens=self.new_tokens)
         if len(self.keys) < 4:
-            raise ValueError(f"the keys {self.keys.name} are {len(self.keys)}, and niah_multikey_1 needs 4 in a sample")
+            raise ValueError(f"keys must be at least 4, as many as niah_multikey_1 draws, got {len(self.keys)}")
 
     def needle(self, key: str, value: str) -> str:
         """Return the sentence that gives a number to a key."""
@@ -171,7 +171,10 @@ class Ingredients:
         text_field: str = "text",
         new_tokens: int | None = None,
     ) -> Ingredients:
-        """Build them from names; see `TEMPLATES`, `open_haystack` and `open_keys`. Raise as they do, and ValueError."""
+        """Build ingredients from names of `TEMPLATES`, and arguments of `open_haystack` and `open_keys`.
+
+        Raises ValueError for an unknown template, and as these functions do.
+        """
         if template not in TEMPLATES:
             raise ValueError(f"template must be {' or '.join(TEMPLATES)}, got {template}")
         return cls(TEMPLATES[template], open_haystack(haystack, text_field), open_keys(keys, words), new_tokens)

@@ -25,7 +25,7 @@ from gsm.models.checks import IGNORED
 
 
 class Checked(Task):
-    """What is common to the tasks: lengths that are too short are refused."""
+    """Base class of the tasks: it checks the length."""
 
     def check(self, length: int) -> None:
         """Raise ValueError if sequences of this length cannot hold the task."""
@@ -35,7 +35,7 @@ class Checked(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class InContextRecall(Checked):
-    """Pairs drawn at random; wherever a key has been seen, its value is asked for.
+    """Pairs drawn at random; at every key that has occurred before, its value is the target.
 
     Attributes:
         keys, values, fillers: how many ids of each kind.
@@ -81,7 +81,7 @@ class InContextRecall(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class FuzzyRecall(Checked):
-    """Keys and values of one to three tokens; wherever a whole key has been seen, all of its value is asked for.
+    """Keys and values of one to three tokens; at every key that has occurred before, its whole value is the target.
 
     Attributes:
         keys, values: how many ids keys and values are made of; those of one key, or one value, differ.

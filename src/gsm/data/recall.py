@@ -1,4 +1,4 @@
-"""Tasks that nothing but memory solves, made on the fly: needles in filler, and multi-query associative recall.
+"""Tasks that need memory, made on the fly: needles in filler, and multi-query associative recall.
 
 A sequence has pairs of a key and a value, and later asks for the value by the key. Ids: keys, then values, then filler.
 The target is the value, at the position of the key that asks (or `wait` tokens later); nothing else is trained on.
@@ -15,7 +15,7 @@ The target is the value, at the position of the key that asks (or `wait` tokens 
     MultiQueryRecall         K3 V7 K1 V2 K5 V5 | . . K1 V2 . . . . K5 V5 . . . . . . K3 V7
                              all pairs         | questions and answers at distances that follow a power law
 
-While the lengths of a run still grow, a gap is the room that a sequence has, at most half of it.
+While the lengths of a run still grow, a gap is at most half of the sequence.
 """
 
 from __future__ import annotations
@@ -130,10 +130,10 @@ class Needle(Alphabet):
     """Needles at random places, at any parity, then filler, then all the questions.
 
     Attributes:
-        gap: more positions than this lie between any needle and any question. In a sequence that is to grow, half of
-            it, if that is less, or the room that is left when the needles stand one behind the other.
-        wait: tokens of filler between the key of a question and its answer, which is due at the last of them. The value
-            that a row has found at the key then has to be handed on: beyond the windows of the encoder, by the state.
+        gap: more positions than this lie between any needle and any question. While sequences grow, at most half of a
+            sequence, and at most what needles and questions leave.
+        wait: tokens of filler between the key of a question and its answer, which is due at the last of them. So the
+            value that is found at the key must be kept: beyond the windows of the encoder, in the state.
         asked: number of questions; None: one for each needle.
     """
 
@@ -182,7 +182,7 @@ class Needle(Alphabet):
         gap, asking = growing(self.gap, length, whole), self._each * self.questions
         room = max(length - asking - gap, 2 * self.pairs)  # for the needles
         if length < self.least:
-            raise ValueError(f"a sequence of {length} cannot hold {self.pairs} needles and {self.questions} questions")
+            raise ValueError(f"length must be at least {self.least} for pairs={self.pairs}, got {length}")
         token_T = self._filler(random, length)
         needle_P2, said_QN = self._story(random)
         spare_P = np.sort(random.integers(room - 2 * self.pairs + 1, size=self.pairs))
@@ -192,8 +192,8 @@ class Needle(Alphabet):
         return self._ask(random, token_T, at_Q, said_QN, self.wait)
 
     def _story(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Return keys and values of the needles, int64 [pairs, 2], and of each that can be asked the key that asks and
-        the tokens of the answer, int64 [askable, 1 + answer_tokens]."""
+        """Return keys and values of the needles, int64 [pairs, 2]; and for each possible question its key and the
+        tokens of its answer, int64 [askable, 1 + answer_tokens]."""
         needle_P2 = np.stack(self._pairs(random), axis=1)
         return needle_P2, needle_P2
 
@@ -241,10 +241,10 @@ class Paraphrase(Needle):
 
     Nothing in a sequence says which needle a question is about: weights have to hold which names mean the same.
 
-    With three names or more, the first and the second of a key never are the names of one needle and its question in
-    training. Their company must not give them away: no sequence of training has first and second names at once, of any
-    keys. A model that answers these questions has learned the meanings: the first name means the same as the third, and
-    the third the same as the second.
+    With three names or more, training never pairs a needle by the first name of a key with a question by the second, or
+    the reverse. Nor does any training sequence contain first and second names together, of any keys. A model that
+    answers these questions has learned the meanings: the first name means the same as the third, and the third the same
+    as the second.
 
     Attributes:
         keys: the names of all keys together.
@@ -314,11 +314,11 @@ class MultiQueryRecall(Alphabet):
 
     Attributes:
         power: exponent of the law, p(distance) ~ distance ** (power - 1); 1 is uniform.
-        gap: least number of positions of filler between the last pair and the first question. In a sequence that is to
-            grow, half of it, if that is less, or the room that the questions leave.
-        shifted: pairs and questions stand at even places; with this, in half of the sequences that have the room, at
-            odd ones. Else a pair is always one group of a bank that compresses two tokens, and its key is tied to its
-            value for nothing.
+        gap: least number of positions of filler between the last pair and the first question. While sequences grow, at
+            most half of a sequence, and at most what the questions leave.
+        shifted: put pairs and questions at odd positions in half of the sequences (of those with a spare token). By
+            default all stand at even positions. A bank that pools two tokens then always pools a key with its value, so
+            the model need not learn to connect them.
     """
 
     power: float = 0.1
@@ -338,7 +338,7 @@ class MultiQueryRecall(Alphabet):
     def draw(self, random: np.random.Generator, length: int, whole: int | None = None) -> Drawn:
         """One sequence. Raises ValueError where it cannot hold pairs and questions."""
         if length < 4 * self.pairs:
-            raise ValueError(f"a sequence of {length} cannot hold {self.pairs} pairs and as many questions")
+            raise ValueError(f"length must be at least {4 * self.pairs} for pairs={self.pairs}, got {length}")
         token_T = self._filler(random, length)
         key_P, value_P = self._pairs(random)
         shift = int(random.integers(2)) if self.shifted and length > 4 * self.pairs else 0
@@ -359,5 +359,5 @@ def _names(keys: int, names: int, seed: int) -> np.ndarray:
 
 
 def growing(gap: int, length: int, whole: int | None) -> int:
-    """The gap of a sequence that will grow to ``whole``: at most half of it, until it is there."""
+    """Return the gap of a sequence of ``length``: at most half of it while sequences still grow to ``whole``."""
     return gap if whole is None or length >= whole else min(gap, length // 2)

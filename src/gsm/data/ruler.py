@@ -13,9 +13,9 @@ A sample is as long as fits: tokens of the prompt and tokens kept free for the a
 asks all but the last one, which teaches small models to find a key. lm-eval has all thirteen, as its group `ruler`.
 
 Differences from the benchmark: every sample draws its random numbers from (seed, task, length, index), so that it does
-not depend on the number of samples; keys of a sample differ, and so do their numbers (of millions, they do anyway); the
-search for the size of the haystack has no upper estimate, and goes down to a single unit where the benchmark's step
-is too coarse. `Ingredients.facts` has the other choices.
+not depend on the number of samples. All keys of a sample differ, and so do their numbers. The search for the size of
+the haystack starts without an estimate, and takes steps of a single unit where the benchmark's step is too coarse.
+`Ingredients.facts` has the other choices.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gsm.data.ingredients import Ingredients
 from gsm.data.tokenizer import Tokenizer
 
 SEED = 42
-TRIES = 1000  # draws of a sample, of which none fits
+TRIES = 1000  # draws of a sample before its length counts as too short
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 DEPTHS = np.round(np.linspace(0, 100, 40)).astype(int).tolist()  # percent of the sentences that stand before a needle
 MANY = 10**12  # pairs of key and number: training and evaluation hardly ever draw the same pair of this number

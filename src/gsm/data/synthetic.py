@@ -22,7 +22,7 @@ from gsm.data.recall import Task
 from gsm.errors import within
 from gsm.models.checks import IGNORED
 
-# Stand for the seed in validation: the same sequences for every seed of a run, and never trained on.
+# Seeds of held-out sequences: the same for every seed of a run, and never trained on.
 HELD_OUT = 2**32 - 1
 UNSEEN = {"validation": HELD_OUT, "tuning": HELD_OUT - 1}  # by their use
 
@@ -45,9 +45,9 @@ class Generated:
         return {name: value_BT[0] for name, value_BT in self.batch([index]).items()}
 
     def batch(self, indices: np.ndarray | Sequence[int]) -> dict[str, Tensor]:
-        """The sequences of these numbers, int64 [B,T] each; without targets for -1, which evens out ranks.
+        """Return the sequences of these numbers, int64 [B,T] each: `tokens`, `targets` and `documents`.
 
-        All have the length of the first one.
+        All have the length of the first one. The number -1, which evens out ranks, gives a sequence without targets.
         """
         length = self.length(int(indices[0]))
         numbers = (np.random.default_rng([self.seed, max(int(i), 0)]) for i in indices)
@@ -103,7 +103,7 @@ class MadeData(DataModule, ABC):
 class SyntheticData(MadeData):
     """Batches of a task, dicts of int64 [B,T] like those of `TextData`; validation also measures accuracy.
 
-    Short sequences first: a task is learned at a short length in fewer and cheaper steps, and then stretched.
+    With `shortest`, training begins with short sequences, in which a task is learned in fewer and cheaper steps.
 
     Args:
         task: see `gsm.data.recall`, `gsm.data.mad` and `gsm.data.state_tracking`.
@@ -114,8 +114,7 @@ class SyntheticData(MadeData):
         validation_sequences: how many sequences validation takes.
         held_out: "validation", or "tuning" for other sequences than the reported ones.
         shortest: T at the beginning; None: `context` throughout.
-        grow_from, grow_until: between these fractions of all steps T grows, by the same factor in the same time, in
-            multiples of 8.
+        grow_from, grow_until: between these fractions of all steps T grows exponentially, in multiples of 8.
 
     Raises:
         ValueError: a number is out of range, or the task does not fit into `context` or `vocabulary`.

@@ -3,9 +3,8 @@
 All kinds end every document with one end of text, and never produce that id from text that spells it. A checkpoint
 carries `to_state`, so that generation needs nothing else.
 
-Bits per byte count bytes of the text. The tokens have them. A normalizer may add a blank before a document, or lower
-its case. Then `token_lengths_V` has the bytes of each token, and `gsm.data.module.TextData.token_bytes_V` scales them
-to the bytes of the text.
+Bits per byte count the bytes of the text. They are the bytes of its tokens, `token_lengths_V`, unless a normalizer
+changes the text: `gsm.data.module.TextData.token_bytes_V` then scales these to the bytes of the text.
 """
 
 from __future__ import annotations
@@ -152,7 +151,7 @@ class Tokenizer:
             ValueError: the id is negative.
         """
         if token < 0:
-            raise ValueError(f"token id {token} is negative; only ids from 0 to {self.vocabulary - 1} spell text")
+            raise ValueError(f"token must be at least 0, got {token}")
         return self._spelling[token] if token < self.vocabulary else UNKNOWN
 
     @cached_property

@@ -1,7 +1,7 @@
 """A corpus as token ids. The tokenizer is trained once and each split is encoded once; the cache holds both.
 
-The keys of the cache are hashes of the corpus digest, which covers the division into splits, and of the tokenizer. A
-change that changes the ids changes the key.
+The keys of the cache are hashes of the corpus digest, which covers the division into splits, and of the tokenizer. So
+whatever changes the ids changes the key.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def find_or_train(corpus: Corpus, vocabulary: int, folder: Path, tokens: int | N
         corpus: the text.
         vocabulary: most ids.
         folder: the cache.
-        tokens: number of tokens that training will take. Then hardly more text is read for the sample.
+        tokens: number of tokens that training will take, which limits the text that is read for the sample.
     """
     most = min(PASSED_OVER, max(SAMPLE, CHARACTERS * tokens)) if tokens else PASSED_OVER
     parts = [vocabulary] if most == PASSED_OVER else [vocabulary, f"first {most}"]

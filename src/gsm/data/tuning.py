@@ -3,8 +3,8 @@
     training split   aaaaaaaa bbbbbb TTTTT cccccccc dddd TTTTT eeeeee        T: held out, ranges all over the split
 
 The ids and the tokenizer are those of the training split, in its cached file. Only the cuts between sequences differ. A
-range begins and ends at a nearby border of documents, if there is one. So a document longer than a range may be in both
-parts, but no id is.
+range begins and ends at a nearby border of documents, if there is one. A document longer than a range may have ids in
+both parts, but each id is in one part only.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def divide(whole: Split, tokenizer: Tokenizer, most: int | None = None) -> dict[
 
     Args:
         whole: the training split.
-        tokenizer: has encoded it.
+        tokenizer: the one that has encoded it.
         most: about the largest number of ids to hold out; None: a twentieth.
 
     Raises:
@@ -85,7 +85,7 @@ def divide(whole: Split, tokenizer: Tokenizer, most: int | None = None) -> dict[
     size = held_out_tokens // count
 
     def near(place: int) -> int:
-        """Return the first begin of a document at or behind a place, or the place if a range would fit before it."""
+        """Return the next begin of a document from a place on, or the place if none lies within a range's length."""
         ended = np.flatnonzero(ids[place - 1 : place - 1 + size] == tokenizer.end_of_text)
         return place + int(ended[0]) if len(ended) else place
 

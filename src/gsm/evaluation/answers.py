@@ -39,14 +39,14 @@ class Answers(Measure):
     and write the result.
 
     The model is the trained one; only YaRN's factor, the scale of the positions in layers with a bank, follows the
-    length. Given again, the same command goes on where it was interrupted. answers.jsonl has a line for every sequence;
-    beside it lie answers.md and .png.
+    length. The same command resumes an interrupted measurement. answers.jsonl has a line for every sequence; beside it
+    lie answers.md and .png.
 
     Args:
         answers: tokens of a sequence: 96,1536,24576
         sequences: number of sequences of each length
-        tokens: number of tokens of each length at most, in whole sequences, and one at least; 0: any number
-        task: what the task has otherwise than in training: task.pairs=1 task.asked=1
+        tokens: largest number of tokens of each length, in whole sequences, at least one; 0: no limit
+        task: values of the task that differ from training: task.pairs=1 task.asked=1
         yarn: scale positions by length / trained context; false: as in training
         chunk: tokens read at a time
     """
@@ -104,7 +104,7 @@ class Answers(Measure):
         return min(self.sequences, max(1, self.tokens // length)) if self.tokens else self.sequences
 
     def stretched(self, trained: Trained, length: int) -> LanguageModel:
-        """Return the model with YaRN's factor for a length, or as it was trained where that is no longer."""
+        """Return the model with YaRN's factor for a length; up to the trained context it is the model as trained."""
         geometry = trained.config["model"]["geometry"]
         factor = max(geometry["yarn_factor"], length / (geometry["yarn_original"] or geometry["context"]))
         if not self.yarn or factor == geometry["yarn_factor"]:

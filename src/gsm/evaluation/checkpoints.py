@@ -116,7 +116,7 @@ class Trained:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Compute in its precision inside the block; a refusal becomes a ConfigError that names the file."""
+        """Compute in its precision inside the block; a ValueError becomes a ConfigError that names the file."""
         kinds = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
         kind = kinds.get(self.precision)
         cast = torch.autocast(torch.device(self.device).type, dtype=kind) if kind else contextlib.nullcontext()
@@ -136,9 +136,10 @@ def opened(files: Sequence[Path], device: str, ranks: Ranks) -> Iterator[Trained
 
 
 def checkpoints(path: str) -> list[Path]:
-    """Return the checkpoint of a path or a name, as ``load_model`` takes it; of a name of several seeds those of all
-    seeds; or the last ones of all runs below the path, sorted. A run that another one starts from does not count, nor
-    does an attempt of tuning.
+    """Return the checkpoints that a path or a name stands for, as ``load_model`` takes it.
+
+    The name of an arm without its seed stands for the newest run of every seed. A folder above runs stands for the last
+    step of each run below it, sorted, without runs that another one starts from and without attempts of tuning.
 
     Raises FileNotFoundError if there is none.
     """

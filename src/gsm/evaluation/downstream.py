@@ -2,8 +2,8 @@
 
     python evaluate.py checkpoint=logs/default tasks=paper data=FOLDER
 
-``tasks.jsonl`` has a line for every document. A task that was interrupted goes on from the harness's cache of answers
-(its ``use_cache``) in our cache folder: the harness reads it with pickle, so it never lies beside a checkpoint.
+``tasks.jsonl`` has a line for every document. An interrupted task resumes from the harness's cache of answers
+(``use_cache``) in our cache folder. The harness reads that cache with pickle, so it never lies beside a checkpoint.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Tasks(Measure):
     """Score trained models on downstream tasks, and print the paper's table with ours beside it.
 
     lm-evaluation-harness (extra eval) makes the questions. tasks.jsonl in the folder of the run has the score of every
-    document; the same command goes on where it was interrupted. With several runs: mean and spread over the seeds of
-    every arm, and the differences of the arms from the first on the same questions, in tasks.md.
+    document; the same command resumes an interrupted measurement. For several runs, tasks.md has mean and spread over
+    the seeds of every arm, and the differences of the arms from the first on the same questions.
 
     Args:
         tasks: paper (its Table 1), ablation (its retrieval ablation), or some of the harness's tasks: tasks=piqa,sciq

@@ -63,7 +63,7 @@ class HeldOut(Measure):
         sequences: number of sequences, spread evenly over the split; 0: as in the run's validation
         batch_size: sequences at a time; 0: as in training
         documents: isolated, isolated_all_targets or stream, as data.documents in training; left out: as in training
-        outside: leave out the text of these windows of lengths=, their number and length: outside=16,65536
+        outside: leave out the text of the windows that lengths= measures, by their number and length: outside=16,65536
         overlap: also the share of the stages' selection that the encoder selects too, at four lengths around context
         overlap_lengths: at these lengths instead, in tokens: overlap_lengths=4096,65536
         ablate: also the loss of a GSM whose decoder finds a state of zeros, and of one whose stages retrieve nothing
@@ -281,8 +281,8 @@ def _plain_number(value: Any) -> bool:
 def _sequences(
     text: Any, split: str, sequences: int, outside: Sequence[int]
 ) -> tuple[Callable[[], Iterable[Any]], int, Any]:
-    """Return a function that returns the sequences of a split from the beginning, their number, and their indices, None
-    where a data module of the user's has none."""
+    """Return a function that returns the sequences of a split from the beginning, their number, and their indices (None
+    for a user's data module without indices)."""
     if outside:
         if not isinstance(text, TextData):
             raise ConfigError("outside must be left out, as these data are no text; or use data= or path=")
@@ -347,7 +347,7 @@ def _share(one: Measured) -> list[str]:
 
 
 def _caution(one: Measured) -> list[str]:
-    """Return a line where the text is another one than that of the run's own numbers."""
+    """Return a line if the run's own numbers are of another text."""
     if "checkpoint" not in one.run:  # of an experiment, where each run is measured by a process of its own
         return []
     before = (read_json(home(Path(one.run["checkpoint"])) / "summary.json") or {}).get("data")

@@ -45,9 +45,9 @@ class Lengths(Measure):
     """Measure the perplexity of the same text after more and more context, and print, draw and write it.
 
     Every window of held-out text is cut from its beginning to each length, and its last tokens are scored: so only the
-    context changes. All targets of the full windows are scored too. So is the split in sequences of the shortest
-    length, with the number of tokens of the windows (or all of its tokens). Given again, the same command goes on where
-    it was interrupted. lengths.jsonl has a line for every window; beside it lie lengths.md and .png.
+    context changes. All targets of the full windows are scored too, and for comparison the split in sequences of the
+    shortest length, as many tokens as the windows have. The same command resumes an interrupted measurement.
+    lengths.jsonl has a line for every window; beside it lie lengths.md and .png.
 
     Args:
         lengths: tokens of context and targets: 256,512,4096; 256:4096 (in steps of 256) or 256:4096:768; or paper,
@@ -263,4 +263,4 @@ def _check(windows: Sequence[Window], lengths: Sequence[int], scored: int, chunk
     if short or not windows:
         raise ConfigError(f"lengths must fit into the windows of {short or 'no'} tokens, got {list(lengths)}")
     if not all((window["targets"][-scored:] != IGNORED).any() for window in windows):
-        raise ConfigError(f"scored must be more, as a window has no target among its last tokens, got {scored}")
+        raise ConfigError(f"scored must be large enough for a target in every window, got {scored}")

@@ -41,9 +41,9 @@ def measure(
     The position of a target is the number of tokens before the token that it is predicted from, of the same document in
     the same sequence: the most that a model can remember there.
 
-    The bigram of a target is the token that it is predicted from, and the target. If it has occurred before in the same
-    document of the same sequence, a model can recall the target (Arora et al., 2023, "Zoology"); its distance is the
-    number of tokens since it last did.
+    The bigram of a target is the target and the token before it. If it has occurred before in the same document of the
+    same sequence, a model can recall the target (Arora et al., 2023, "Zoology"). The distance of a bigram is the number
+    of tokens since it last occurred.
 
     Args:
         model: the model, on the device that it is to run on.
@@ -54,10 +54,10 @@ def measure(
         ranks: that divide the batches among themselves; each has all sequences, and gets all records.
 
     Returns:
-        Of every ``sequence``, with the ``document`` that it begins in: its ``loss``, nats over targets, and its
-        ``bits`` over bytes of text. Further its ``loss`` ``by`` position, in the buckets 0, 1, 2 to 3, 4 to 7, ... that
-        hold targets, each with the ``first`` and the ``last`` position; and ``by`` bigram, the same by the distance of
-        the target's bigram, 0 for one that is new and not ``seen`` before.
+        Records of every ``sequence``, with the ``document`` that it begins in: its ``loss`` in nats, weighted by
+        targets, and its ``bits``, weighted by bytes of text. Also its ``loss`` ``by`` position, in the buckets 0, 1, 2
+        to 3, 4 to 7, ..., each with its ``first`` and ``last`` position; and ``by`` bigram, in the same buckets of the
+        bigram's distance: 0 for a new bigram, others for one that was ``seen`` before. Empty buckets have no record.
 
     Raises:
         ValueError: there are no sequences or no targets, or a value is out of range.
@@ -67,10 +67,10 @@ def measure(
     with model.evaluating():
         sums = (ranks or Ranks()).divided(_batches(sequences, batch_size), lambda batch: _sums(model, batch, bytes_V))
     if not sums:
-        raise ValueError("there are no sequences to evaluate on; give at least one")
+        raise ValueError("sequences must have at least one, got none")
     *parts, bytes_S = (torch.cat(part) for part in zip(*sums, strict=True))
     if not parts[1].sum():
-        raise ValueError("no sequence has a target to evaluate (all are ignored); give longer documents")
+        raise ValueError("targets must have at least one that counts, got only ignored ones; use longer documents")
     records: list[Record] = []
     has_bytes = bool(bytes_S.sum() > 0)
     for number, count in enumerate(bytes_S.tolist()):
@@ -102,8 +102,16 @@ def token_losses(model: LanguageModel, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def row_losses(out: Output, targets_BR: Tensor, vocabulary: int) -> Tensor:
-    """Return the same for the output of a model for these rows, at least float32 [B, R]. Raises ValueError for a loss
-    that is not finite."""
+    """Return the cross-entropy of every target in nats, at least float32 [B, R]; 0 without a target.
+
+    Args:
+        out: output of a model for these rows.
+        targets_BR: int64 [B, R], -100 for none.
+        vocabulary: V, which decides how many rows have logits at a time.
+
+    Raises:
+        ValueError: a loss is not finite.
+    """
     hidden_ND, target_N = out.hidden_BRD.flatten(0, 1), targets_BR.flatten()
     step = max(1, SCRATCH // vocabulary)
     losses = [
@@ -117,8 +125,8 @@ def row_losses(out: Output, targets_BR: Tensor, vocabulary: int) -> Tensor:
 
 
 def distances(token_BT: Tensor, target_BT: Tensor, documents_BT: Tensor) -> Tensor:
-    """Return the number of tokens since the bigram of a token and its target last occurred in the same document and the
-    same sequence, int64 [B, T]; 0: it did not, or the target is not the next token."""
+    """Return the number of tokens since the bigram of a token and its target last occurred in the same document and
+    sequence, int64 [B, T]; 0 for a new bigram, and for a target that is not the next token. Arguments int64 [B, T]."""
     index_BT = torch.arange(token_BT.shape[1], device=token_BT.device).expand_as(token_BT)
     next_BT = torch.cat([token_BT[:, 1:], target_BT[:, -1:]], dim=1)
     start_BT, size = index_BT - document_positions(documents_BT), int(max(token_BT.max(), target_BT.max())) + 1

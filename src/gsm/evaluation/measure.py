@@ -1,5 +1,5 @@
-"""The common part of all measures of trained models: a measure has its arguments as fields, measures one checkpoint
-after another, and sets the records of arms side by side, in tables that are printed and written."""
+"""The base class of all measures of trained models. A measure has its arguments as fields, measures one checkpoint
+after another, and prints and writes tables of the arms."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ from gsm.tables import WIDTH, Grid, grid_markdown, grid_text
 
 @dataclass(frozen=True)
 class Measure(ABC):
-    """A measure of trained models.
-
-    A subclass declares and documents its further arguments, as the command line gives them, and checks them in
-    ``__post_init__``.
+    """A measure of trained models. A subclass declares its own arguments as fields, documents them in its docstring,
+    which ``--help`` prints, and checks them in ``__post_init__``.
 
     Args:
         checkpoint: the folder of a run, of one of its steps, or above several runs, such as logs/<name>; or a
@@ -128,5 +126,5 @@ class Measure(ABC):
         Raises ConfigError, OSError.
         """
         if not (known := read(file := folder / f"{self.name}.jsonl")):
-            raise ConfigError(f"{file} is missing. Start the command that wrote it again")
+            raise ConfigError(f"{file} is missing; run the command that writes it again")
         return replace(known[-1], run=dict(run))

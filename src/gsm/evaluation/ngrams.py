@@ -1,7 +1,7 @@
 """N-gram baselines: models of counts, on the very tokens that a model was trained on. N examples, V vocabulary.
 
-A model that reads no further than the last few tokens cannot beat a good n-gram of its order by much, so these numbers
-show how much of a model's loss is more than local statistics. Orders above 1 use interpolated modified Kneser-Ney
+A model that reads only the last few tokens can hardly beat a good n-gram model of its order, so these numbers show how
+much of a model's gain is more than local statistics. Orders above 1 use interpolated modified Kneser-Ney
 smoothing (Chen and Goodman, "An Empirical Study of Smoothing Techniques for Language Modeling", 1998, section 3), the
 strongest of the classical ones:
 
@@ -67,7 +67,7 @@ def examples(
         ValueError: as in `measure`.
     """
     if order < 1:
-        raise ValueError(f"n-gram order {order} is too small; 1 is the unigram model")
+        raise ValueError(f"order must be at least 1, got {order}")
     token_BT, target_BT, document_BT = _stack(sequences, once)
     scored_BT = target_BT >= 0
     history = []
@@ -193,7 +193,7 @@ def _stack(sequences: Iterable[Mapping[str, Any]], once: bool) -> tuple[np.ndarr
         for name, value in values.items():
             rows[name].append(value)
     if not rows["tokens"]:
-        raise ValueError("there are no sequences to count or score; give at least one")
+        raise ValueError("sequences must have at least one, got none")
     token_BT, target_BT, document_BT = (np.stack(values) for values in rows.values())
     return token_BT, target_BT, document_BT
 
@@ -207,8 +207,8 @@ def _whole(name: str, values: np.ndarray) -> np.ndarray:
 
 def _require_examples(targets: np.ndarray, tokens: np.ndarray, vocabulary: int) -> None:
     if not len(targets):
-        raise ValueError("no sequence has a target to count or score (all are ignored); give longer documents")
+        raise ValueError("targets must have at least one that counts, got only ignored ones; use longer documents")
     largest = int(max(targets.max(), tokens.max()))
     if largest >= vocabulary or tokens.min() < 0:
         worst = largest if largest >= vocabulary else int(tokens.min())
-        raise ValueError(f"token {worst} lies outside vocabulary {vocabulary}; give the tokenizer's vocabulary")
+        raise ValueError(f"tokens must be from 0 to {vocabulary - 1}, below the vocabulary, got {worst}")

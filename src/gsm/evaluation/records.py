@@ -64,7 +64,7 @@ class Measured:
         run: Mapping[str, Any] | None = None,
         ranks: Ranks | None = None,
     ) -> Measured:
-        """Return a measure without records, its settings as JSON gives them back."""
+        """Return a measure without records. Its settings pass through JSON, to be equal to those read from a file."""
         return cls(json.loads(json.dumps(settings)), dict(run or {}), [], file, ranks or Ranks())
 
     def fill(
@@ -74,13 +74,13 @@ class Measured:
         progress: Progress = silent,
         together: bool = False,
     ) -> None:
-        """Measure the parts that the file does not have, add each to the file once it is done, and take the records of
-        all these parts. Another process that measures into the file waits meanwhile.
+        """Measure the parts that the file lacks, append each to the file once it is done, and take the records of all
+        parts. Another process that measures into the file waits meanwhile.
 
         Args:
-            parts: the units of computation, each the keys that its records have in common; each counts once. Ranks
-                divide them among themselves.
-            compute: returns the other keys of every record of a part, one record at least.
+            parts: the units of computation: of each the keys that all of its records share. Ranks divide them among
+                themselves; a repeated part is computed once.
+            compute: returns the other keys of every record of a part, at least one record.
             progress: passes on the parts that are left, as many at a time as there are ranks.
             together: all ranks compute every part, and ``compute`` divides it.
 
@@ -180,7 +180,9 @@ def _mean(records: Sequence[Record]) -> float:
 
 def error(records: Sequence[Record]) -> float | None:
     """Return the standard error of the mean m of n units: sqrt(n / (n - 1) sum (value - m weight)^2) / sum(weight).
-    None for a single unit. It takes units as independent: where many come from one document, it is too small."""
+
+    None for a single unit. Units count as independent, so the error is too small if many come from one document.
+    """
     records = [record for record in records if record["weight"]]
     if (count := len(records)) < 2:
         return None
@@ -258,8 +260,9 @@ def over_arms(digits: int, scale: float = 1.0, strata: Sequence[str] = ()) -> Ce
 
 
 def over_units(seeds: Sequence[Sequence[Record]]) -> tuple[float, float, float]:
-    """Return the mean of units that all seeds have, and the ends of its 95 % bootstrap interval when units are drawn
-    again. With several seeds a unit counts with the mean of its values over them."""
+    """Return the mean over units, and the ends of its 95 % interval by the bootstrap over units.
+
+    All seeds must have the same units. A unit has the mean of its values over the seeds."""
     values = [statistics.fmean(record["value"] for record in unit) for unit in zip(*seeds, strict=True)]
     weights = [record["weight"] for record in seeds[0]]
     return math.fsum(values) / math.fsum(weights), *over_windows(values, weights)

@@ -60,13 +60,13 @@ CELLS = ("task", "length")  # all of them count alike in an average, as in the p
 
 @dataclass(frozen=True)
 class Ruler(Measure):
-    """Ask trained models RULER's tasks and print accuracies; the names below are given as ruler.examples=20, all but
-    checkpoint=...
+    """Ask trained models RULER's tasks and print accuracies. Arguments have the prefix ruler., as ruler.examples=20,
+    all but checkpoint=...
 
-    A run that was adapted to them (data=ruler) is asked as it was trained, at its lengths and its context, unless these
-    are given. Given again, the same command goes on where it was interrupted: ruler.jsonl has a line for every answer.
-    The tables stand beside the paper's, and for several arms with the differences on the same questions, and a picture:
-    ruler.md and ruler.png.
+    A run that was adapted to these tasks (data=ruler) is asked in the form, and at the lengths, of its training, and at
+    its context, unless other values are given. The same command resumes an interrupted measurement: ruler.jsonl has a
+    line for every answer. ruler.md has the tables beside the paper's, and for several arms the differences on the same
+    questions; ruler.png is their picture.
 
     Args:
         lengths: of question and answer, such as 4096,8192; left out: those of the paper up to the model's context
@@ -78,7 +78,7 @@ class Ruler(Measure):
         keys: builtin or wonderwords
         words: number of adjectives and of nouns
         text_field: where the text of essays stands in JSON
-        new_tokens: kept free for an answer; no more are generated
+        new_tokens: tokens kept free for an answer, and the most that are generated
         batch_size: prompts at a time
         seed: of the questions
     """
@@ -133,8 +133,8 @@ class Ruler(Measure):
         )
         if not lengths:
             raise ConfigError(
-                f"ruler.lengths is missing: the paper's begin at {LENGTHS[0]}, and the model was trained on {context} "
-                "tokens. Small models need ruler.template=short, too"
+                f"ruler.lengths must be given for a model with a context of {context} tokens, as the paper's begin at "
+                f"{LENGTHS[0]}; small models need ruler.template=short, too"
             )
         return replace(self, **choices, lengths=lengths, tasks=self.tasks or adapted_data.get("tasks") or ())
 
@@ -169,10 +169,11 @@ class Ruler(Measure):
         if answers not in RESPONSES:
             raise ConfigError(f"answers must be {' or '.join(RESPONSES)}, got {answers}")
         within(1, lengths=min(lengths), examples=self.examples, batch_size=self.batch_size)
-        for task in tasks:  # a length that holds no sample is refused before a cell is measured
+        for task in tasks:  # raises for a length that is too short, before anything is measured
             Questions(task, tokenizer, made).sample(0, min(lengths), self.seed)
 
         def compute(part: Record) -> list[Record]:
+            """Return a record for every answer to a task at a length, in the order of the samples, and the seconds."""
             task, length, start = part["task"], part["length"], time.perf_counter()
             questions = Questions(task, tokenizer, made)
             samples = [questions.sample(index, length, self.seed) for index in range(self.examples)]
@@ -242,7 +243,7 @@ class Ruler(Measure):
 
 
 def complete(model: Any, tokenizer: Tokenizer, prompts: Sequence[list[int]], most: int, a_line: bool) -> list[str]:
-    """Return the text of a model after each prompt, until its end of text or for `most` tokens.
+    """Return the text that a model generates after each prompt, up to its end of text or `most` tokens.
 
     Args:
         prompts: their ids.

@@ -1,4 +1,4 @@
-"""State tracking put to a model: the share of words with a known last state, by group and length.
+"""A test of state tracking: the share of words whose last state a model knows, by group and length.
 
 With steps, the model writes every state itself, and reads its own state, right or wrong, before the next letter. B
 words at a time, N letters.
@@ -24,7 +24,7 @@ CHUNK = 1024  # letters read at a time
 def measure(
     model: LanguageModel, task: StateTracking, length: int, words: int = 128, seed: int = HELD_OUT
 ) -> dict[str, Any]:
-    """Return the fraction of words with a known last state, by group, by length (a string, as in JSON).
+    """Return the fraction of words whose last state the model knows, by group and by length (a string, as in JSON).
 
     Args:
         model: trained on the task.

@@ -65,8 +65,8 @@ def write_board(folder: Path, curves: Mapping[str, Curves], stem: str, text: str
 
 
 def board_lines(folder: Path, curves: Mapping[str, Curves]) -> list[str]:
-    """Return the command that starts TensorBoard, the address to open, with means, differences and seeds on top, and a
-    warning, as lines."""
+    """Return three lines: the command that starts TensorBoard, the address that opens it with means, differences and
+    seeds on top, and a warning."""
     name = next((name for name in PINNED if HELD_OUT + name in curves), PINNED[-1])
     known = list(dict.fromkeys(tag for _, tag, _ in _tagged({HELD_OUT + name: curves.get(HELD_OUT + name, {})})))
     tags = [*known, HELD_OUT + name]
@@ -100,5 +100,5 @@ def _charts(first: str, tags: Any) -> dict[str, list[Any]]:
 
 
 def _writer(folder: Path) -> SummaryWriter:
-    """Return the writer of a run of which a TensorBoard that is open forgets what it has read."""
+    """Return the writer of a run. It makes an open TensorBoard forget the earlier content of this run."""
     return SummaryWriter(str(folder), purge_step=0)

@@ -66,7 +66,7 @@ def compare(
         against: the arm to compare the others with; left out: the first of an experiment, else that of most runs
         metric: of the learning curves, as in metrics.jsonl; left out: val/accuracy where there is one, else val/loss,
             and train/loss beside it
-        axis: of the learning curves: step, or tokens (those trained on until then, train/tokens)
+        axis: of the learning curves: step, or tokens (train/tokens, the number trained on up to a step)
         x: a key of summary.json for one more picture, in which every arm is a point: x=cache_bytes y=accuracy
         y: a key of summary.json, shown against x in that picture
         output: the folder to write to; left out: the experiment's, and for several the folder above all of them
@@ -149,8 +149,8 @@ def _states(folders: Sequence[Path]) -> dict[Path, str]:
 
 
 def apart(runs: Sequence[RunSummary]) -> list[str]:
-    """Return a sentence for each text that was read with several tokenizers, and for each arm with runs that saw other
-    data than the first run of their task, or more or less data."""
+    """Return a sentence for each text that was read with several tokenizers, and for each arm whose runs differ in the
+    data, steps or tokens from the first run of their task."""
     first = {run.task: run for run in reversed(runs)}
     seeds: dict[tuple[str, str, str], list[str]] = {}
     for run in runs:

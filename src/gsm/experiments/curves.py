@@ -17,7 +17,7 @@ def read_curves(by_arm: ByArm, axis: str = "step") -> dict[str, Curves]:
 
     Args:
         by_arm: runs by arm.
-        axis: ``step``, or ``tokens``: those trained on until then, which a run has for the steps that it has logged.
+        axis: ``step``, or ``tokens``: the number trained on up to a step, known for the steps that the run has logged.
 
     Raises OSError where a metrics.jsonl cannot be read.
     """
@@ -33,8 +33,8 @@ def read_curves(by_arm: ByArm, axis: str = "step") -> dict[str, Curves]:
 
 
 def minus_first(curves: Curves) -> Curves:
-    """Return every arm minus the first, seed by seed on the same task, at the steps that both have; nothing of the
-    first arm."""
+    """Return every arm minus the first, seed by seed on the same task, at the steps that both have; the first arm is
+    empty."""
     first = next(iter(curves), "")
     return {
         arm: {

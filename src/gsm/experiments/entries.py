@@ -128,7 +128,7 @@ def _parse_entry(name: str, value: Any) -> Entry:
     for word in commands.choose(lines)[1]:
         if word.partition("=")[0] in RESERVED:
             raise ConfigError(f"runs.{name}.evaluate must leave {' and '.join(RESERVED)} out, got {word}")
-    with naming(f"runs.{name}.evaluate"):  # an argument that evaluate.py refuses is refused before anything is trained
+    with naming(f"runs.{name}.evaluate"):  # raises for wrong arguments of evaluate.py, before anything is trained
         commands.parse(lines)
     return Entry(name, after, tuple(lines), measures=True)
 

@@ -90,7 +90,7 @@ def train_all(experiment: Experiment) -> Table:
         SystemExit: 1 if a run has failed, 128 + the signal's number after a signal.
     """
     _refuse_ranks()
-    tuning, untuned = Tuning(experiment), experiment.trials()  # what cannot be trained or measured is refused first
+    tuning, untuned = Tuning(experiment), experiment.trials()  # both raise for a run that cannot be trained or measured
     for run in in_order(untuned):
         if run.checkpoint and not run.finished():
             with naming(f"run {run.label}"):

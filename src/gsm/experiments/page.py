@@ -86,7 +86,7 @@ class Report:
         return "\n\n".join([*parts, *(["\n".join(f"* {note}" for note in notes)] if notes else [])])
 
     def html(self) -> str:
-        """Return the same with further facts from the runs' folders. The page loads nothing from anywhere."""
+        """Return the page: the same with further facts from the runs' folders. It is self-contained."""
         environment = Environment(
             autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
         )

@@ -4,9 +4,9 @@
     python -m gsm.experiments.rows                         # rewrite the tables between the markers of all pages
     python -m gsm.experiments.rows logs/paper.md logs=logs # of one page, with your own runs in logs/: make paper
 
-A marker names a file of rows and its columns. The first arm, or `against=`, is subtracted from the others; with
-`against=a,b` each of these arms is, from the first column, and a difference over fewer seeds than the arm has names
-their number. `arms=a,b` shows these arms. A column `ln(a:b)` is the logarithm of the ratio of two columns.
+A marker names a file of rows and its columns. The first arm, or `against=`, is subtracted from the others. With
+`against=a,b` the first column has a difference from each of these arms; a difference over fewer seeds than the arm has
+names their number. `arms=a,b` shows these arms. A column `ln(a:b)` is the logarithm of the ratio of two columns.
 `without=0,1` leaves out seeds, such as the seed that chose an arm. `split=tuning` shows the attempts of tuning, by
 rate. `picture=` draws every seed of the first column; with `x=<column>` the means against another column, with
 `draw=differences` each arm minus the first, with its interval:
@@ -86,15 +86,14 @@ LENGTHS = (256, 4096, 65536)  # tokens before the one that is decoded
 def publish(folder: Path, into: Path, metrics: Sequence[str]) -> str:
     """Append a row for each run in `logs/<name>`, and each attempt of tuning, to `<into>/<name>.csv`.
 
-    A run that has not ended has no row yet. One with other settings than those of its arm is refused: a table has the
-    mean of an arm.
+    A run that has not ended gets no row yet. All runs of an arm must have the same settings, as a table has their mean.
 
     Args:
         folder: of an experiment.
         into: the folder of the rows.
         metrics: keys of `summary.json` that get a column each; the file that exists decides.
 
-    Returns a sentence: how many rows were added, and where.
+    Returns a sentence with the number of rows that were added, and the file.
 
     Raises:
         ConfigError: the file has other columns, or is damaged; or a run has other settings than its arm.
@@ -311,8 +310,8 @@ def beside(made: Table, bases: Sequence[str]) -> Grid:
 def equivalence(made: Table, margin: float) -> Grid:
     """Return each arm minus the first: its 95 % interval over seeds, its interval over books, and a verdict.
 
-    The verdict is `yes` where the interval over seeds lies inside of the margin, `no` where it lies outside of it, and
-    `open` where it holds an end of it.
+    The verdict is `yes` if the interval over seeds lies inside the margin, `no` if it lies outside, and `open` if it
+    crosses an end of the margin.
     """
     column, first = next(name for name in made.columns if name.endswith(BITS)), made.rows[0].arm
     grid = [[f"{column} minus {first}", "over seeds", "over books", f"within {margin:g}"]]

@@ -50,7 +50,7 @@ class Run:
     Attributes:
         experiment: the folder ``logs/<name>``; that of another experiment, if that has trained it.
         label: begins the name of its folder.
-        address: ends it: a hash of everything that decides its result.
+        address: ends it: a hash of all values that decide its result.
         program: train or evaluate.
         arguments: of the program.
         after: the run that it takes weights from; None: it waits for nothing.
@@ -93,11 +93,11 @@ class Run:
         return commands.parse(self.words)
 
     def finished(self) -> bool:
-        """Return whether its results are there. Raises ConfigError where it has read other data than lie there now."""
+        """Return whether its results are there. Raises ConfigError if the data have changed since it was trained."""
         if config := self.config:
             return training_finished(config, lambda: open_data(config).fingerprint())
         known = read_json(self.find_folder() / "summary.json") or {}
-        with contextlib.suppress(CheckpointError, FileNotFoundError):  # started again, it names the remedy
+        with contextlib.suppress(CheckpointError, FileNotFoundError):  # the run itself raises it, with the remedy
             return known.get("status") == "finished" and known.get("checkpoint") == digest(self.checkpoint)
         return False
 
@@ -109,7 +109,7 @@ class Run:
             write_json(folder / "summary.json", {**facts, "metrics": measure.metrics(measure.read(folder, {}))})
 
     def fail(self, status: str, reason: str) -> None:
-        """Write how it has ended, where its process could not. Raises OSError."""
+        """Write its status and the reason, unless its process has done so. Raises OSError."""
         known = read_json(self.find_folder() / "summary.json") or {}
         if known.get("status") in (None, "running"):
             write_json(self.find_folder() / "summary.json", {**known, "status": status, "reason": reason})
@@ -163,7 +163,7 @@ class Experiment:
         arms: all arms by name, with their overrides.
         chosen: the names of those to train.
         seeds: to train them with.
-        columns: of the table; without ``table`` the usual ones, of which it has those that its runs have.
+        columns: of the table; by default those of ``USUAL`` that its runs have.
         tune: the values to try, see `gsm.experiments.tune`; empty for none.
 
     Raises:
@@ -335,8 +335,8 @@ def _trained_elsewhere(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _without(overrides: Sequence[str], lines: Sequence[str], start: str | None) -> list[str]:
-    """Return the overrides of a trial that hold for a run with these lines: not the keys that the run sets, nor those
-    below a group that the run chooses itself."""
+    """Return the overrides of a trial that a run with these lines keeps: all but the runs, the checkpoint to start from
+    if the run has one, and keys below a group that the run chooses."""
     groups = [key.replace("/", ".") for line in lines if is_group(key := key_of(line))]
     reset = {"runs", *(["start_from"] if start else [])}
 

@@ -25,8 +25,8 @@ SHOWN = {  # metrics with a panel each: its label
 
 
 def states(by_arm: ByArm, curves: Mapping[str, Curves]) -> Iterator[tuple[str, Figure]]:
-    """Yield the pictures that the runs have numbers for: what the state of each arm is made of, and what it is worth,
-    each seed on a scale of its own quantity; what the decoder of each arm reads.
+    """Yield the pictures for which the runs have numbers: the shares of the state and the loss without it, a panel for
+    each quantity; and the entries that the decoder of each arm reads.
 
     Args:
         by_arm: runs by arm.
@@ -67,8 +67,8 @@ def _read(by_arm: ByArm) -> dict[str, tuple[Any, Any, Any]]:
 
 
 def _decoders(read: Mapping[str, tuple[Any, Any, Any]]) -> Figure:
-    """Return a panel for each arm, all on one linear scale, up to the largest weight that an entry has in any arm: on
-    the scale of single runs, from 0.1 % to all, arms look alike."""
+    """Return a panel for each arm, all on one linear scale up to the largest weight of an entry in any arm. (On the
+    logarithmic scale of single runs, from 0.1 % on, arms would look alike.)"""
     columns = min(COLUMNS, len(read))
     figure, panels = plots.figure(columns, 3.2, 2.4, grid=False, rows=-(-len(read) // columns))
     most = max(float(np.nanmax(weight_LE[:, :-1])) for weight_LE, _, _ in read.values())

@@ -55,7 +55,7 @@ class RunSummary:
         parts: the folder of every run, by name; a single one has no name. It is relative to `experiment`: another
             experiment may have trained it.
         task: the name that `with_tasks` gives its data.
-        settings: that decide its training, without its seed; None: see `settings`.
+        settings: the values that decide its training, without the seed; None: those of its configuration (`settings`).
         experiment: the folder ``logs/<name>`` that lists it.
     """
 
@@ -166,7 +166,7 @@ class Table:
             if cell.count:
                 differs = (words or ("lower", "higher"))[(cell.mean or 0) > 0]
                 seeds = "one seed" if cell.count == 1 else f"{cell.count} seeds"
-                unknown = "too few seeds to tell" if cell.spread is None else "no difference shown"  # no interval
+                unknown = "too few seeds to tell" if cell.spread is None else "not measurably different"
                 verdict = differs if cell.differs else unknown
                 groups.setdefault(verdict, []).append(f"{arm} ({cell}, {seeds})")
         verdicts = "; ".join(f"{verdict}: {', '.join(arms)}" for verdict, arms in groups.items())
@@ -354,8 +354,9 @@ def measured(columns: Sequence[str], runs: Iterable[RunSummary]) -> list[str]:
 def with_tasks(runs: Iterable[RunSummary]) -> list[RunSummary]:
     """Return the same runs with the names of their tasks: of the data's yaml, else of its class.
 
-    One text has one name with any tokenizer; one for each, where a run leaves the first tokens of documents out of the
-    loss and the bytes (``documents: isolated``): a longer token takes more of both.
+    Runs on one text have one name, whatever their tokenizers, except with ``documents: isolated``: there the first
+    token of a document is left out of loss and bytes, and a longer token takes more of both. So each tokenizer has a
+    name of its own.
     """
     names: dict[str, str] = {}
     runs, texts, tokenizers, isolated = list(runs), [], [], set[str]()
@@ -441,7 +442,7 @@ def summarise(
         arms: names, in this order, also without a finished run; None: the arms of the runs.
     """
     if not columns:
-        raise ValueError("columns is empty, but a table needs at least one key of summary.json, such as bits_per_byte")
+        raise ValueError("columns must have a key of summary.json, such as bits_per_byte, got none")
     runs = with_tasks(run for run in runs if run.finished and (arms is None or run.arm in arms))
     names = list(dict.fromkeys(run.arm for run in runs)) if arms is None else list(arms)
     runs.sort(key=lambda run: (names.index(run.arm), run.seed))

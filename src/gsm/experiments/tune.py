@@ -80,7 +80,7 @@ class Choice:
     """The best values of an arm.
 
     Attributes:
-        values: by key; the first ones that were tried where every attempt has diverged.
+        values: by key; if every attempt has diverged, the first ones that were tried.
         tried: all values that were tried, by key.
         diverged: combinations with an attempt that has diverged.
         finite: whether an attempt came to its end.
@@ -104,9 +104,9 @@ class Choice:
 
 
 class Tuning:
-    """The searches of an experiment's arms. With ``tune=null`` there are none.
+    """The searches of an experiment's arms; none with ``tune=null``.
 
-    Raises ConfigError where the entry ``tune`` or a value of it cannot be used, or an arm has no tuning split.
+    Raises ConfigError for a wrong entry ``tune``, a value that cannot be trained, or an arm without a tuning split.
     """
 
     def __init__(self, experiment: Experiment) -> None:

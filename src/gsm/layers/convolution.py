@@ -67,7 +67,7 @@ class ShortConvolution(nn.Module):
 
 
 def short_convolution(seen_BEC: Tensor, weight_CW: Tensor, position_BT: Tensor) -> Tensor:
-    """Return what `ShortConvolution.forward` does; backward keeps the arguments alone."""
+    """Compute `ShortConvolution.forward`, and keep only the arguments for the backward pass."""
     return _ShortConvolution.apply(seen_BEC, weight_CW, position_BT)
 
 
@@ -87,6 +87,7 @@ class _ShortConvolution(torch.autograd.Function):
     @staticmethod
     @once
     def backward(ctx: Any, grad_BTC: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Return the gradients of the entries [B, E, C] and the weights [C, W], each in the dtype of its tensor."""
         seen_BEC, weight_CW, position_BT = ctx.saved_tensors
         wide_BEC, tap_WC = _widened(seen_BEC, weight_CW)
         pull_BTC = grad_BTC.to(wide_BEC.dtype, copy=True)

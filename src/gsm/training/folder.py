@@ -24,12 +24,11 @@ from gsm.training.resume import STATE
 
 @contextlib.contextmanager
 def held(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Hold the address of a run for this process, after waiting for another process that trains it.
+    """Lock the address of a run for this process; if another process trains the run, wait for it first.
 
-    Yields the configuration, with the folder that another process has begun meanwhile.
+    Yields the configuration, with the folder that another process may have made meanwhile.
 
-    Raises ConfigError where the folder cannot be made, or where another process holds the address on a disk without
-    locks.
+    Raises ConfigError if the folder cannot be made, or if the disk has no locks and another process holds the address.
     """
     digits, folder = address(config), Path(config["folder"])
     file = folder.parent / ".locks" / digits
@@ -98,9 +97,9 @@ def finished(config: Mapping[str, Any], fingerprint: Callable[[], Mapping[str, s
 
     Args:
         config: of the run.
-        fingerprint: makes that of its data; called where they lie at another path than when it was trained.
+        fingerprint: returns that of its data; called if their path has changed.
 
-    Raises ConfigError where it has read other data, or started from other weights, than lie there now.
+    Raises ConfigError if the data, or the weights that it started from, have changed since.
     """
     folder = Path(config["folder"])
     if not is_finished(folder):
@@ -116,9 +115,9 @@ class Begin:
     """Where training begins.
 
     Attributes:
-        checkpoint: a step, with its optimiser; None: fresh.
+        checkpoint: the folder of a step, with its optimiser; None: a fresh start.
         step: its number.
-        own: whether it is of this very run, and not of one that is trained on.
+        own: True for a step of this run, False for one of the run that it branches from.
     """
 
     checkpoint: Path | None = None
@@ -127,16 +126,16 @@ class Begin:
 
 
 def begin(config: Mapping[str, Any], fingerprint: Mapping[str, str | int]) -> Begin:
-    """Return where the run of a folder begins: its last step, else the step of the run that it trains on.
+    """Return where a run begins: at its own last step, else at the step of the run that it branches from.
 
     Args:
         config: of the run.
         fingerprint: of its data.
 
     Raises:
-        CheckpointError: the step is damaged, a model alone, or behind the last step of this run.
-        ConfigError: the run has read other data, or started from other weights, than lie there now; or it trains on a
-            run with a configuration that differs in more than the end of the training.
+        CheckpointError: the step is damaged, has no training state, or lies after trainer.max_steps.
+        ConfigError: the data, or the weights that the run started from, have changed since; or the run branches from
+            one with other settings than those of the end of the training.
     """
     folder = Path(config["folder"])
     sweep(folder)
@@ -156,7 +155,7 @@ def begin(config: Mapping[str, Any], fingerprint: Mapping[str, str | int]) -> Be
 
 
 def refuse_others(config: Mapping[str, Any], facts: Mapping[str, Any], fingerprint: Mapping[str, str | int]) -> None:
-    """Raise ConfigError where a run has read other data, or started from other weights, than lie there now.
+    """Raise ConfigError if the data, or the weights that a run started from, have changed since.
 
     Args:
         config: of the run.
@@ -172,7 +171,7 @@ def refuse_others(config: Mapping[str, Any], facts: Mapping[str, Any], fingerpri
 
 
 def _trained_on(path: Path, config: Mapping[str, Any], fingerprint: Mapping[str, str | int]) -> int:
-    """Return the number of the step of another run that a run trains on. Raises as `begin`."""
+    """Return the number of the step that a run branches from. Raises as `begin`."""
     facts = _read(path)
     theirs, free = facts["hyper_parameters"]["config"], config["address"]["branch"]
     if changes := differences(theirs, config, without=free) or unlike(facts["fingerprint"], fingerprint):
@@ -187,10 +186,10 @@ def _trained_on(path: Path, config: Mapping[str, Any], fingerprint: Mapping[str,
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the facts of a step, whole. Raises CheckpointError for one that no training goes on from."""
+    """Return the facts of a step that training can go on from. Raises CheckpointError."""
     facts = read_checkpoint(path, weights=False)
     if STATE not in facts:
-        raise CheckpointError(f"training cannot go on from {path}: it is a model alone")
+        raise CheckpointError(f"training cannot go on from {path}: it has no training state")
     check(path)
     return facts
 

@@ -99,11 +99,13 @@ class LanguageModeling(lightning.LightningModule):
                     group["lr"] = peak * factor(schedule.last_epoch)
 
     def forward(self, batch: Mapping[str, Tensor]) -> tuple[Output, Tensor]:
-        """Return the model's output on a batch and its targets; of the pieces here where ranks divide its sequences.
+        """Return the model's output on a batch, and its targets int64 [B, T].
+
+        Where ranks divide sequences, both are of the pieces of this rank.
 
         Args:
-            batch: int64 [B, T] each: ``tokens``; optionally ``targets`` (-100 is ignored; without, the next token of
-                the same document) and ``documents`` (without, a sequence is one).
+            batch: int64 [B, T] each: ``tokens``; optionally ``targets`` (-100 is ignored; default: the next token of
+                the same document) and ``documents`` (default: a sequence is one document).
         """
         tokens_BT, document_BT, target_BT = batch["tokens"], batch.get("documents"), batch.get("targets")
         if target_BT is None:
@@ -114,12 +116,12 @@ class LanguageModeling(lightning.LightningModule):
         return self.model(**arguments), target_BT
 
     def training_step(self, batch: Mapping[str, Tensor], _: int) -> dict[str, Tensor]:
-        """Return cross-entropy plus the losses of the model, such that a step is the same however it is divided.
+        """Return ``loss``, cross-entropy plus the losses of the model, and ``cross_entropy``: scalars, nats a token.
 
         Cross-entropy is weighted by the batch's share of the step's targets, the indexers' loss by its share of the
-        rows that are no padding.
+        rows that are no padding. So a step is the same however it is divided among batches and ranks.
 
-        Raises FloatingPointError if it is not finite, where one device trains, and that is a CPU.
+        Raises FloatingPointError if the loss is not finite and a single CPU process trains.
         """
         out, target_BT = self(batch)
         count, rows = (target_BT != IGNORED).sum(), (batch.get("documents", batch["tokens"]) >= 0).sum()
@@ -148,7 +150,7 @@ class LanguageModeling(lightning.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip by norm, the indexer on its own: its loss is another one, and must not shrink the model's gradients."""
+        """Clip gradients by norm, those of indexers separately: their loss must not shrink the model's gradients."""
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             scaler.unscale_(optimizer)  # Lightning leaves it to a fused optimiser's step, which comes after clipping
@@ -166,7 +168,8 @@ class LanguageModeling(lightning.LightningModule):
                 self._refuse_broken(f"gradient norm of step {self.global_step}", norm)
 
     def clip(self, optimizer: torch.optim.Optimizer, limit: float | None) -> list[Tensor]:
-        """Scale the gradients of each of the two down to a norm of ``limit``; return the norms they had."""
+        """Scale the gradients of the model, and those of the indexers, down to a norm of ``limit`` each (None: keep
+        them); return the norms before."""
         norms = []
         for name, is_indexer in (("gradient_norm", False), ("indexer_gradient_norm", True)):
             groups = [group for group in optimizer.param_groups if group["name"].startswith("indexer") == is_indexer]

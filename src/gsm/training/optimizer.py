@@ -112,7 +112,7 @@ class Muon(AdamW):
     ``torch.optim.Muon`` takes matrices only, and one by one, thousands of small experts would be thousands of chains
     of small products.
 
-    It needs whole matrices, so that models divided among ranks (``trainer=fsdp``) refuse it.
+    It needs whole matrices, so it does not work with ``trainer=fsdp``, which divides them among ranks.
 
     Attributes:
         momentum: decay rate of Muon's moment.
@@ -152,9 +152,9 @@ class Muon(AdamW):
 class MatrixOptimizer(torch.optim.Muon):
     """``torch.optim.Muon`` with float32 products on a CPU.
 
-    PyTorch's iterations multiply in bfloat16. Most laptops have no instructions for it, and need ten times as long for
-    it as for float32. On other devices this class does PyTorch's step. On a CPU steps have Nesterov's momentum and the
-    length of ``match_rms_adamw``.
+    PyTorch's iterations multiply in bfloat16, for which most laptops have no instructions: they need ten times as long
+    as for float32. On a CPU a step has Nesterov's momentum and the length of ``match_rms_adamw``; on other devices it
+    is PyTorch's.
 
     Args:
         args, options: those of ``torch.optim.Muon``.
@@ -253,11 +253,11 @@ def keep_names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.P
 
 
 def by_name(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved state by the names of parameters as PyTorch's, by their numbers in this optimiser.
+    """Return a saved state, which has parameters by name, in PyTorch's form: by their numbers in this optimiser.
 
-    A hook for ``load_state_dict``, which compares neither names nor shapes.
+    A hook for ``load_state_dict``, which itself compares neither names nor shapes.
 
-    Raises ConfigError for a state of other parameters.
+    Raises ConfigError for the state of other parameters.
     """
     kept, state = {group["name"]: group for group in saved["param_groups"]}, saved["state"]
     named = {

@@ -1,10 +1,10 @@
 """Exact resume: the content of a checkpoint beside weights and optimiser, and the points at which one is taken.
 
-A checkpoint to resume from is taken only where nothing is pending: after a step that ends a logging interval, once its
-metrics and those of a validation that follows it are logged. So no mean is half filled and no validation is due. The
-rest is the random numbers and the position in the data, which follows from the number of steps.
+A checkpoint to resume from is taken only after a step that ends a logging interval, once its metrics and those of a
+validation that follows are logged. At that point no mean is partly filled and no validation is due. The checkpoint also
+holds the states of the random numbers; the position in the data follows from the number of steps.
 
-This file also uses undocumented parts of Lightning, its loops' counters, and no other file does.
+This is the only file that uses undocumented parts of Lightning: the counters of its loops.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class ResumeState(lightning.Callback):
     same numbers.
 
     Attributes:
-        goes_on: whether a checkpoint that is loaded is of this very run, and not of one that it branches from. If a
-            callback has ended the run there, it ends once more.
+        goes_on: True if the loaded checkpoint is one of this run, False if the run branches from it. A run that a
+            callback had ended there ends again.
     """
 
     def __init__(self) -> None:
@@ -61,13 +61,13 @@ class ResumeState(lightning.Callback):
     def on_load_checkpoint(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the RNG states for the start of training, and sets Lightning's counters. Raises ConfigError for another
-        precision: ``auto`` is another one on another device."""
+        """Keep the RNG states for the start of training, and set Lightning's counters. Raises ConfigError if the
+        precision has changed, as ``auto`` does with the device."""
         state, precision = checkpoint[STATE], str(trainer.precision)
         if self.goes_on and state.get("precision", precision) != precision:
             raise ConfigError(
-                f"trainer.precision is {precision} on this device, but the run began with {state['precision']}. Use a "
-                "device as before, or start_from=FOLDER start_fresh=false name=NAME"
+                f"trainer.precision must be {state['precision']}, as before in this run, got {precision}; use the same "
+                "kind of device, or start_from=FOLDER start_fresh=false name=NAME"
             )
         self._random, self._ended = state["random"], state.get("ended", False)
         set_counters(checkpoint["loops"]["fit_loop"], checkpoint["global_step"], trainer.accumulate_grad_batches)
@@ -110,7 +110,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Restore them; a GPU's only from a checkpoint that was written on a GPU."""
+    """Restore the states of ``random_states``; that of a GPU only from a checkpoint that was written on a GPU."""
     torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))

@@ -73,12 +73,12 @@ class Parts:
 def train(config: Mapping[str, Any]) -> dict[str, Any]:
     """Train by a composed configuration (``gsm.config.compose.compose``) and return the content of ``summary.json``.
 
-    The run lies in ``config["folder"]``, which its address has found: a finished one is left as it is, an unfinished
-    one goes on. In the folder are ``config.yaml``, ``checkpoints/`` with the last step and the best one, TensorBoard's
-    events, ``metrics.jsonl`` and ``summary.json``.
+    The run lies in ``config["folder"]``. A finished run is not trained again; an unfinished one resumes. The folder
+    holds ``config.yaml``, ``checkpoints/`` with the last step and the best one, TensorBoard's events, ``metrics.jsonl``
+    and ``summary.json``.
 
     Raises:
-        ConfigError: a part refuses its values, the data or weights of the run in the folder have changed, or the
+        ConfigError: a value is out of range, the data or the first weights of an unfinished run have changed, or the
             checkpoint of ``start_from`` holds another model.
         FloatingPointError: the loss or its gradient is not finite.
         OSError: a file cannot be written; the error names it.
@@ -99,7 +99,7 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
             return _found(config) if leads else {}
         optimizer, summary = instantiate(config["optimizer"], "optimizer"), Summary(folder / "summary.json")
         trainer = build(config, summary)
-        model = build_model(config)  # before data are read: it may refuse its values
+        model = build_model(config)  # before data are read: its values may be out of range
         start = ranks.agreed(lambda: begin(config, data().fingerprint()))
         parts = assemble(config, start, data(), model, optimizer, trainer, summary)
         compare_ranks(parts)
@@ -109,7 +109,7 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compare_ranks(parts: Parts) -> None:
-    """Refuse connected ranks with another configuration or other data. Raises ConfigError, on all ranks."""
+    """Raise ConfigError, on all ranks, if connected ranks differ in their configuration or data."""
 
     def values() -> dict[str, Any]:
         fingerprint = {f"the data's {key}": value for key, value in parts.data.fingerprint().items()}
@@ -219,9 +219,9 @@ def _announce(parts: Parts, start: Begin) -> None:
     elif config["start_from"]:
         sentences.append(weights.describe_start(config["start_from"]))
     if start.checkpoint and not parts.data.resumes:
-        sentences.append("Its data start over, since they cannot go on where they were (see gsm.data.base).")
+        sentences.append("Its data start from the beginning: this data module cannot resume (see gsm.data.base).")
     if not start.own and (Path(config["folder"]) / CONFIG).is_file():
-        sentences.append("It was begun before, and had saved no step: it begins again.")
+        sentences.append("An earlier attempt saved no step, so the run starts from the beginning.")
     elif not start.own:
         sentences.append(compared_with_last(config))
     note(config)
@@ -232,7 +232,8 @@ def _announce(parts: Parts, start: Begin) -> None:
 def _fit(parts: Parts, start: Begin) -> None:
     """Train and validate. The last step is validated and saved, too.
 
-    Signals become exit codes with a sentence on the way to continue; Lightning's refusals become ConfigError.
+    Raises SystemExit after a signal, once it has printed how to continue, and ConfigError for settings that Lightning
+    rejects.
     """
     trainer = parts.trainer
     for latest in find(trainer, Latest):
@@ -253,7 +254,7 @@ def _fit(parts: Parts, start: Begin) -> None:
             trainer.validate(parts.task, datamodule=parts.data, verbose=False)
             for latest in find(trainer, Latest):
                 latest.save(trainer)
-    except MisconfigurationException as error:  # Lightning refuses some arguments only when it has the data
+    except MisconfigurationException as error:  # Lightning checks some arguments only when it has the data
         raise ConfigError(f"trainer: {error}") from error
     except SystemExit as stop:
         if isinstance(stop, Interrupted) and not stop.at_once:
@@ -291,7 +292,7 @@ def _conclude(parts: Parts) -> dict[str, Any]:
     task's own measure. The conclusion also has a sample.
     """
     trainer, data, config = parts.trainer, parts.data, parts.config
-    why = None  # as all signals raise, a callback has ended a run that has come here before its last step
+    why = None  # signals raise, so only a callback can have ended the run before its last step
     if trainer.global_step < trainer.max_steps:
         said = [f": {part.stopping_reason_message}" for part in find(trainer, EarlyStopping)]
         why = f"a callback ended it at step {trainer.global_step} of {trainer.max_steps}{''.join(said)}"
@@ -323,7 +324,7 @@ def _conclude(parts: Parts) -> dict[str, Any]:
 
 
 def _found(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the summary of a finished run, with the n-gram models that are asked for only now."""
+    """Return the summary of a finished run, and add n-gram models to it that ``ngrams=true`` asks for."""
     folder = Path(config["folder"])
     summary = read_json(folder / "summary.json") or {}
     print(f"The run in {path_text(folder)} is finished already (remove the folder to train it again).", flush=True)

@@ -28,8 +28,8 @@ from gsm.training.module import LanguageModeling
 from gsm.training.resume import ResumeState
 from gsm_kernels.launch import unready
 
-# Arguments of Lightning's Trainer that would change what a step or a run is, and what says it instead. Others are
-# Lightning's: it checks their values.
+# Arguments of Lightning's Trainer that would change what a step or a run is, and the keys to use instead. Lightning
+# checks the values of all others.
 INSTEAD = {
     "accumulate_grad_batches": "global_batch",
     **dict.fromkeys(["max_epochs", "min_epochs", "min_steps", "max_time", "fast_dev_run"], "trainer.max_steps"),
@@ -54,8 +54,8 @@ def build(config: Mapping[str, Any], summary: Summary) -> lightning.Trainer:
         config: the composed configuration.
         summary: the callback that writes ``summary.json``.
 
-    Raises ConfigError for values that Lightning refuses, for a step that cannot be divided among the devices, for
-    blocks that would be compiled on a CPU, and for a Hopper GPU whose kernels cannot be built.
+    Raises ConfigError for values that Lightning rejects, for a step that cannot be divided among the devices, for
+    ``compile`` on a CPU, and for a Hopper GPU whose kernels cannot be built.
     """
     chosen = trainer_arguments(config)
     parts = [instantiate(node, f"callbacks.{name}") for name, node in config["callbacks"].items() if node]
@@ -120,7 +120,7 @@ def ranks_in(config: Mapping[str, Any]) -> int | None:
         devices = 1 if chosen.get("accelerator") == "cpu" else max(torch.cuda.device_count(), 1)
     context = strategy.get("context", 1) if isinstance(strategy, Mapping) else 1
     if type(devices) is not int or type(context) is not int or min(devices, context) < 1:
-        return None  # Lightning and the strategy refuse them
+        return None  # Lightning and the strategy raise an error for these
     world = devices * (chosen.get("num_nodes") or 1)
     return None if world < 1 or world % context else world // context
 
@@ -137,7 +137,7 @@ def refuse_context(trainer: lightning.Trainer) -> None:
 
 
 def refuse_early(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for values that a later run would refuse, before anything that leads to it is trained."""
+    """Check the model, optimiser, task and trainer of a run before the runs that it depends on. Raises ConfigError."""
     if "model" in config:
         sketch(config)
     if "optimizer" in config:
@@ -153,7 +153,7 @@ def refuse_early(config: Mapping[str, Any]) -> None:
 def batches_a_step(config: Mapping[str, Any], world: int) -> int:
     """Return the number of batches of every rank in a step of ``global_batch`` sequences.
 
-    Raises ConfigError where they do not come to that number, with values that would fit.
+    Raises ConfigError, with values that fit, if the batches cannot add up to that number.
     """
     batches = _divided(config, world)
     limit = config.get("trainer", {}).get("limit_train_batches")
@@ -165,7 +165,7 @@ def batches_a_step(config: Mapping[str, Any], world: int) -> int:
 
 
 def _divided(config: Mapping[str, Any], world: int) -> int:
-    """Return the same number, without a look at the end of a pass."""
+    """Return the same number, without a check of ``limit_train_batches``. Raises ConfigError."""
     total, batch = config["global_batch"], config["data"].get("batch_size")
     if type(total) is not int:
         raise ConfigError(f"global_batch must be a whole number of sequences, got {total!r}")
@@ -187,10 +187,12 @@ def _divided(config: Mapping[str, Any], world: int) -> int:
 
 
 def meet(config: Mapping[str, Any]) -> None:
-    """Join the ranks that torchrun or srun has started, so that they can agree before any of them does something.
+    """Connect the ranks that torchrun or srun has started, so that they can agree before any of them writes a file.
 
-    Lightning does so when training begins, and then finds it done. Ranks that it starts itself come later: one process
-    prepares everything before there are others.
+    Lightning would connect them when training begins. Ranks that Lightning starts itself come later: until then one
+    process prepares everything.
+
+    Raises ConfigError if a rank does not connect in time.
     """
     chosen = trainer_arguments(config)
     environment, strategy = _environment(chosen), chosen.get("strategy")
@@ -214,14 +216,13 @@ def meet(config: Mapping[str, Any]) -> None:
         )
     except torch.distributed.DistError as error:
         raise ConfigError(
-            f"training cannot start because some of the {environment.world_size()} ranks did not come within "
-            f"{patience}. Use the output of each rank to find its error, and check that every rank reaches "
-            f"{environment.main_address}:{environment.main_port}."
+            f"some of the {environment.world_size()} ranks did not connect within {patience}: look for an error in "
+            f"the output of each rank, and check that it reaches {environment.main_address}:{environment.main_port}"
         ) from error
 
 
 def _environment(chosen: Mapping[str, Any]) -> ClusterEnvironment | None:
-    """Return the launcher of this process as one of several that train together; None: nobody, or Lightning."""
+    """Return the launcher that started this process with others; None if it runs alone or Lightning starts them."""
     if TorchElasticEnvironment.detect():
         return TorchElasticEnvironment()
     alone = not chosen.get("strategy") and chosen.get("devices", "auto") == 1 and chosen.get("num_nodes", 1) == 1
@@ -318,6 +319,6 @@ def _with_backend(strategy: Mapping[str, Any], accelerator: str | None) -> dict[
 
 
 def best_precision(accelerator: str | None = None) -> str:
-    """``bf16-mixed`` on a GPU that computes in bfloat16, else ``32-true``."""
+    """Return ``bf16-mixed`` on a GPU that computes in bfloat16, else ``32-true``."""
     gpu = accelerator != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     return "bf16-mixed" if gpu else "32-true"

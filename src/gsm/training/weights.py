@@ -1,7 +1,7 @@
 """A run that starts from the weights of another run (`start_from=`): a fresh optimiser and step count, its own data.
 
-It may differ in everything that changes no parameter: the length of sequences, the rotation, the text, the optimiser.
-Its configuration has to say what the checkpoint fixes: the parameters, the tokenizer, the context that YaRN extends.
+It may change everything but what the checkpoint fixes: the parameters, the tokenizer, and the context that YaRN
+extends. So it may have other lengths of sequences, another rotation, text or optimiser.
 
 With `start_fresh=false` it is a branch of that run: optimiser, number of steps, order of the data and random numbers go
 on (`gsm.training.folder.begin`), and only settings of the run's end may differ.

@@ -1,7 +1,8 @@
 """The steps that a run keeps (``gsm.checkpoint``): the last one, from which it goes on, and the best one.
 
-Lightning's ``ModelCheckpoint`` saves in ``on_train_batch_end``, before the metrics of that step are logged. If the disk
-refuses the writing rank, all other ranks wait forever. A user's own ``ModelCheckpoint`` beside these callbacks works.
+Lightning's ``ModelCheckpoint`` saves in ``on_train_batch_end``, before the metrics of that step are logged, and if
+the writing rank meets a disk error, all other ranks wait forever. A user's own ``ModelCheckpoint`` works beside these
+callbacks.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Latest(Checkpoint):
         share: largest share of the time that saving may take; a slow save is done less often than every ``minutes``.
 
     Attributes:
-        saved: that step; None before this process has saved one or gone on from it.
-        settled: whether nothing is pending, between two batches.
+        saved: the last step that this process has saved or resumed from; None before.
+        settled: whether an exact resume is possible from this point between two batches.
     """
 
     def __init__(self, folder: str | os.PathLike[str], minutes: float = 2.0, share: float = 0.05) -> None:
@@ -125,7 +126,7 @@ class Best(Checkpoint):
         return f"Best({self.monitor}, {self.mode})"
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Save a new best model. Raises ConfigError if no validation measures the monitored metric."""
+        """Save a new best model. Raises ConfigError if validation does not log the monitored metric."""
         if trainer.sanity_checking:
             return
         if self.monitor not in trainer.callback_metrics:
@@ -137,11 +138,11 @@ class Best(Checkpoint):
             save(trainer, self.folder)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the verdict so far."""
+        """Return the best value so far and its step."""
         return {"lowest": self.lowest, "step": self.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint; in a folder without the best step any model is the best."""
+        """Restore the best value and its step, unless that step is missing in the folder: then any model is better."""
         if checkpoints.step_folder(self.folder / "checkpoints", state_dict["step"] or 0).is_dir():
             self.lowest, self.step = state_dict["lowest"], state_dict["step"]
 
@@ -201,7 +202,7 @@ def save(trainer: lightning.Trainer, run: Path) -> None:
 
 
 def _all_or_none(trainer: lightning.Trainer, action: Callable[[], None]) -> None:
-    """Do something on all ranks; an error of the leading rank is raised on all of them."""
+    """Call ``action`` on all ranks; an error of the leading rank is raised on all of them."""
     refused = None
     try:
         action()

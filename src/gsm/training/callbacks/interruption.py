@@ -1,4 +1,4 @@
-"""SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and Ctrl-C: training ends where nothing is pending, and is saved there."""
+"""SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and Ctrl-C: training ends where an exact resume is possible, and is saved there."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from lightning.pytorch.loggers import Logger
 
 
 def read_metrics(path: str | os.PathLike[str]) -> dict[str, dict[int, float]]:
-    """Read such a file: values by name and step; empty if there is none. A line that is no JSON, since a process was
-    killed in it, is left out. Raises OSError where it cannot be read."""
+    """Return the values of such a file by name and step; empty without a file. A line that a killed process has left
+    incomplete is skipped. Raises OSError if the file cannot be read."""
     metrics: dict[str, dict[int, float]] = {}
     for line in Path(path).read_bytes().splitlines() if os.path.isfile(path) else ():
         with suppress(ValueError):

@@ -1,7 +1,7 @@
 """Pictures of a GSM in training: the selections of its stages, the parts of its state, the reads of its decoder.
 
-They are drawn from taps on a few held-out sequences, before a validation: the clock of the throughput stands still
-there. ``gsm.analysis.views`` draws them with matplotlib; a run without it has the numbers and histograms.
+They are drawn from taps on a few held-out sequences, before a validation, where they do not count in the throughput.
+``gsm.analysis.views`` draws them with matplotlib; without it a run logs scalars and histograms only.
 
 B sequences, T positions, N values.
 """
@@ -43,7 +43,7 @@ TAPS = (*overlap.TAPS, *VIEWED, "state/*")
 
 
 class Pictures(lightning.Callback):
-    """Write the following of a GSM, as far as the model has it, and nothing for other models:
+    """Log scalars, histograms and pictures of a GSM; a run of another model logs none of them.
 
     * ``val/overlap_sample/stage<s>``: scalars of stages that select for themselves (``gsm.analysis.overlap``), from
       these few sequences; ``val/overlap/mean`` of the finished run, also in its summary, is measured on more;
@@ -76,7 +76,7 @@ class Pictures(lightning.Callback):
         self._drawn: int | None = None
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
-        """Take the sequences. A rank that has its share of a model cannot look at them on its own."""
+        """Take the sequences. A rank with a shard of the model cannot run it alone, so FSDP runs have no pictures."""
         data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
         if data is None or not isinstance(pl_module.model, GSM) or not trainer.is_global_zero:
             return
@@ -180,15 +180,15 @@ def _loss(model: GSM, sequences: Sequence[Mapping[str, Tensor]]) -> float:
 
 
 def scalars(model: GSM, seen: Recording) -> dict[str, float]:
-    """Facts of the state, not finite where all is padding; of stages that select for themselves also the overlap, if a
-    row sees more than K entries."""
+    """Return numbers of the state by name, NaN where all is padding; for stages with an indexer of their own also the
+    overlap, if a row sees more than K entries."""
     overlaps = overlap.overlaps_seen(model, seen) if overlap.selects_for_itself(model) else {}
     shared = {f"overlap_sample/stage{stage}": float(one_N.mean()) for stage, one_N in overlaps.items() if len(one_N)}
     return {**state_facts(model, seen), **shares(model, seen), **shared}
 
 
 def histograms(model: GSM, seen: Recording) -> Iterator[tuple[str, Tensor]]:
-    """Names and values: of distances by stage, of the gate."""
+    """Yield names and values [N]: the distances by stage, and the gate."""
     for stage, distance_N in selected_distances(model, seen).items():
         if len(distance_N):
             yield f"retrieval_distance/stage{stage}", distance_N

@@ -20,7 +20,7 @@ class Throughput(lightning.Callback):
 
     Attributes:
         tokens: positions that this run has trained on, summed over ranks and over resumed parts.
-        seconds: time that took, in seconds.
+        seconds: duration of this training.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Throughput(lightning.Callback):
         pl_module.log("train/tokens", torch.tensor(float(self.tokens), dtype=torch.float64))
 
     def _read_clock(self) -> None:
-        """Add the time since the last reading; on a GPU, after its queue has run dry."""
+        """Add the time since the last reading; on a GPU, wait for its queued work first."""
         if self._clock is not None:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)

@@ -91,7 +91,7 @@ def agreed(
 
 
 def compare(make: Callable[[], Mapping[str, Any]]) -> None:
-    """Refuse connected ranks with different values; they would train different weights, or hang.
+    """Check that all connected ranks have the same values: otherwise they would train different weights, or hang.
 
     Args:
         make: gives the values of this rank, by their keys.
