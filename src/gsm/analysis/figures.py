@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLUMNS = 512  # most columns of a map: more are not visible
+LETTERED = 40  # most columns of a map with tokens in its cells: in more, they would run into each other
 BROUGHT_BACK = "of the answer, brought back"
 RIGHT: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}  # a legend beside the axes
 BARS = (6, 1, 0, 4, 2, 3, 5)  # colours of bars: black for the unchanged model
@@ -219,13 +220,13 @@ def lens(axes: Axes, lens: Lens, words: Sequence[str], best: Sequence[Sequence[s
         axes: to draw on.
         lens: of ``lens.logit_lens``.
         words: the targets.
-        best: the likeliest token in every cell, written into it.
+        best: the likeliest token in every cell, written into it where there are at most ``LETTERED`` rows.
         title: of the picture.
     """
     axes.imshow(
         lens.log_probability_LR.exp().cpu(), vmin=0, vmax=1, origin="lower", aspect="auto", interpolation="nearest"
     )
-    for row, line in enumerate(best):
+    for row, line in enumerate(best if len(words) <= LETTERED else ()):
         for column, word in enumerate(line):
             colour = "black" if lens.log_probability_LR[row, column].exp() > 0.6 else "white"
             axes.text(column, row, word[:7], ha="center", va="center", color=colour, fontsize=SMALL - 3)
@@ -297,7 +298,7 @@ def signed(
 def cosines(axes: Axes, cosine_EF: Tensor, words: Sequence[str], others: Sequence[str], title: str = "") -> None:
     """Draw the cosines of two states' entries (``state.cosines``), -1 to 1; ``words`` and ``others`` are the tokens at
     which they were written."""
-    axes.imshow(cosine_EF.cpu(), vmin=-1, vmax=1, cmap="RdBu_r", interpolation="nearest")
+    axes.imshow(cosine_EF.cpu(), vmin=-1, vmax=1, cmap="RdBu_r", aspect="auto", interpolation="nearest")
     plots.tokens(axes.yaxis, words)
     plots.tokens(axes.xaxis, others)
     axes.grid(visible=False)
