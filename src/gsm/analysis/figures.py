@@ -319,6 +319,22 @@ def parts(axes: Axes, share_SR: Tensor, rows: Sequence[int], title: str = "") ->
     finish(axes, "token", "share of z, by length", title, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3)
 
 
+def shares(axes: Axes, states: Mapping[str, Mapping[str, float]], label: str) -> None:
+    """Draw the shares of each model's z (``state/share/<way>``), a row for each model, its ways one behind the
+    other."""
+    ways = list(dict.fromkeys(name for facts in states.values() for name in facts if name.startswith("state/share/")))
+    rows, ends = range(len(states), 0, -1), [0.0] * len(states)
+    for way, style in plots.styles(ways).items():
+        values = [facts.get(way, 0.0) for facts in states.values()]
+        name = way.removeprefix("state/share/")
+        axes.barh(list(rows), values, left=ends, height=0.7, color=style.colour, label=name)
+        ends = [end + value for end, value in zip(ends, values, strict=True)]
+    axes.set_yticks(list(rows), list(states))
+    axes.set_ylim(0.4, len(states) + 0.6)
+    axes.set_xlim(0, 1)
+    finish(axes, label, ncols=len(ways), loc="lower center", bbox_to_anchor=(0.5, 1.0), columnspacing=1, handlelength=1)
+
+
 def probes(axes: Axes, curves: Mapping[str, Mapping[int, Probe]]) -> None:
     """Draw the accuracy of probes by distance, evenly spaced: a line for each recorded tensor. Dotted lines are of
     shuffled labels; the grey line is chance."""
