@@ -199,10 +199,13 @@ def show_one(draw: Callable[..., None], *arguments: Any, height: float = HEIGHT,
 
 
 def show_beside(draws: Sequence[Callable[[Axes], None]], height: float = HEIGHT, grid: bool = True) -> Figure:
-    """Draw several pictures side by side; each is a function of its axes."""
-    figure, panels = plots.figure(len(draws), width=WIDTH / len(draws), height=height, grid=grid)
-    for draw, axes in zip(draws, panels, strict=True):
+    """Draw several pictures side by side, at most three in a row; each is a function of its axes."""
+    columns = min(3, len(draws))
+    figure, panels = plots.figure(columns, WIDTH / columns, height, grid, rows=-(-len(draws) // columns))
+    for draw, axes in zip(draws, panels, strict=False):
         draw(axes)
+    for axes in panels[len(draws) :]:
+        axes.set_visible(False)
     return figure
 
 

@@ -263,14 +263,14 @@ def contributions(axes: Axes, by_part: Mapping[str, Mapping[str, float]], label:
     model or prompt (``lens.Attribution.by_part``)."""
     names = list(dict.fromkeys(part for parts in by_part.values() for part in parts))
     width = 0.8 / len(by_part)
-    for number, (name, parts) in enumerate(by_part.items()):
+    for number, (name, style) in enumerate(plots.styles(by_part).items()):
         places = [place + width * (number - (len(by_part) - 1) / 2) for place in range(len(names))]
-        values = [parts.get(part, 0) for part in names]
-        axes.barh(places, values, height=0.92 * width, color=plots.COLOURS[number], label=name)
+        values = [by_part[name].get(part, 0) for part in names]
+        axes.barh(places, values, height=0.92 * width, color=style.colour, label=name)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.axvline(0, color="#888888", linewidth=1)
-    finish(axes, label, ncols=len(by_part), loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    finish(axes, label, ncols=min(4, len(by_part)), loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 def signed(
