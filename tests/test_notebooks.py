@@ -26,6 +26,7 @@ from gsm.notebook import (
     load,
     picture,
     save,
+    show_beside,
     show_state,
     show_states,
     trained,
@@ -188,6 +189,17 @@ def test_the_picture_of_states_has_their_numbers():
     ways = ("encoder", "stage1", "stage2")
     assert widths == [pytest.approx([found["a"][f"state/share/{way}"], 0]) for way in ways]
     assert [text.get_text() for text in shares.get_legend().get_texts()] == list(ways)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7])
+def test_pictures_stand_three_in_a_row_at_most(count: int):
+    pytest.importorskip("matplotlib")
+    figure = show_beside([lambda axes, name=name: axes.set_title(str(name)) for name in range(count)])
+    shown = [axes for axes in figure.axes if axes.get_visible()]
+    assert [axes.get_title() for axes in shown] == [str(name) for name in range(count)]
+    columns, rows = min(3, count), -(-count // 3)
+    assert {axes.get_subplotspec().get_gridspec().get_geometry() for axes in shown} == {(rows, columns)}
+    assert figure.get_figheight() == pytest.approx(3 * rows) and figure.get_figwidth() == pytest.approx(7.3)
 
 
 def test_a_figure_is_saved_for_print(tmp_path: Path):

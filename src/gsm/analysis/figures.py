@@ -223,12 +223,11 @@ def lens(axes: Axes, lens: Lens, words: Sequence[str], best: Sequence[Sequence[s
         best: the likeliest token in every cell, written into it where there are at most ``LETTERED`` rows.
         title: of the picture.
     """
-    axes.imshow(
-        lens.log_probability_LR.exp().cpu(), vmin=0, vmax=1, origin="lower", aspect="auto", interpolation="nearest"
-    )
+    probability_LR = lens.log_probability_LR.exp().cpu().numpy()
+    axes.imshow(probability_LR, vmin=0, vmax=1, origin="lower", aspect="auto", interpolation="nearest")
     for row, line in enumerate(best if len(words) <= LETTERED else ()):
         for column, word in enumerate(line):
-            colour = "black" if lens.log_probability_LR[row, column].exp() > 0.6 else "white"
+            colour = "black" if probability_LR[row, column] > 0.6 else "white"
             axes.text(column, row, word[:7], ha="center", va="center", color=colour, fontsize=SMALL - 3)
     axes.set_yticks(range(len(lens.places)), lens.places)
     plots.tokens(axes.xaxis, words)
