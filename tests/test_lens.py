@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small import GEOMETRY, build, random_tokens
+from small import GEOMETRY, build, random_tokens, variant
 
 import gsm
+from gsm.analysis import figures
 from gsm.analysis.attention import decoder_heads
-from gsm.analysis.lens import TAPS, attribute, logit_lens, parts_of_output
+from gsm.analysis.lens import TAPS, Lens, attribute, logit_lens, parts_of_output, to_logit
 from gsm.analysis.patching import layers, margins, prompt_pair, sweep
 from gsm.analysis.state import cosines, latents
-from gsm.layers.residual import Plain
+from gsm.models.gsm import GSM
+from gsm.notebook import show_one
 from gsm.paths import variants
 
 MODELS = [*variants("model"), *(f"gsm-writer={writer}" for writer in variants("model/writer"))]
@@ -32,18 +34,34 @@ def test_the_parts_of_an_output_sum_to_it_and_the_lens_ends_at_the_logits(case: 
     assert torch.equal(lens.best_LR[-1], out.logits[0, :-1].argmax(-1))
 
 
-@pytest.mark.parametrize("case", ["gsm", "gsm-writer=multi_slot"])
-def test_heads_and_entries_of_the_state_sum_to_what_an_attention_adds(case: str):
-    model, token_T = build(case, residual=Plain), random_tokens(1, 20)[0]
+@torch.no_grad()
+@pytest.mark.parametrize("streams", ["plain", "mhc"])
+@pytest.mark.parametrize("case", [*variants("model"), "gsm-writer=multi_slot"])
+def test_heads_and_entries_of_the_state_sum_to_what_an_attention_adds(case: str, streams: str):
+    model, token_T = build(case, residual=variant("residual", streams)), random_tokens(1, 20)[0]
     found = attribute(model, token_T, 3, 5)
-    assert found.by_head_LH is not None and found.by_entry_LE is not None
-    assert found.by_head_LH.shape == (GEOMETRY.decoder_layers, GEOMETRY.heads)
-    assert found.by_entry_LE.shape == (GEOMETRY.decoder_layers, model.state_size + 1)
-    of_attention_L = torch.tensor([found.by_part[f"{layer}/attention"] for layer in found.layers]).double()
-    assert of_attention_L.abs().min() > 1e-4
-    for value_LX in (found.by_head_LH, found.by_entry_LE):
-        assert torch.allclose(value_LX.sum(dim=1), of_attention_L, atol=1e-6)
-    assert not found.by_entry_LE[:, -1].any(), "a sink has no entry"
+    with gsm.record("hidden", "*/stream/between") as seen:
+        model(token_T[None])
+    of_attention = []
+    for layer in found.layers:
+        with gsm.patch(f"{layer}/attention", torch.zeros_like), gsm.record(f"{layer}/stream/between") as without:
+            model(token_T[None])
+        added_1D = seen[f"{layer}/stream/between"][:, -1] - without[f"{layer}/stream/between"][:, -1]
+        of_attention.append(to_logit(model, added_1D, seen["hidden"][0, -1], 3, 5)[0])
+    of_attention_L = torch.stack(of_attention)
+    if streams == "plain":
+        of_parts_L = torch.tensor([found.by_part[f"{layer}/attention"] for layer in found.layers]).double()
+        assert torch.allclose(of_attention_L, of_parts_L, atol=1e-6)
+    assert len(of_attention_L) >= GEOMETRY.decoder_layers and of_attention_L.abs().min() > 1e-6
+    assert found.by_head_LH.shape[1] > 1
+    assert torch.allclose(found.by_head_LH.sum(dim=1), of_attention_L, atol=1e-6)
+    if isinstance(model, GSM):
+        assert found.by_entry_LE is not None
+        assert found.by_entry_LE.shape == (GEOMETRY.decoder_layers, model.state_size + 1)
+        assert torch.allclose(found.by_entry_LE.sum(dim=1), of_attention_L, atol=1e-6)
+        assert found.by_entry_LE[:, -1].abs().max() < 1e-12, "a sink has no entry"
+    else:
+        assert found.by_entry_LE is None
     assert sum(found.by_part.values()) == pytest.approx(found.total, abs=1e-5)
 
 
@@ -62,6 +80,15 @@ def test_a_sweep_begins_at_the_changed_token_and_ends_at_the_answer(case: str):
     if case.startswith("gsm"):
         entries = sweep(model, pair, {"entries": "state/entries"}, range(15, 20))
         assert float(entries.abs().max()) > 1e-6, "entries behind the changed token are read by the answer"
+
+
+@pytest.mark.parametrize("columns", [figures.LETTERED, figures.LETTERED + 1])
+def test_cells_have_letters_where_they_fit(columns: int):
+    pytest.importorskip("matplotlib")
+    number_LR, words = torch.zeros(2, columns), ["word"] * columns
+    one = Lens(("embedding", "decoder/1"), number_LR, number_LR, number_LR.long())
+    axes = show_one(figures.lens, one, words, [words, words]).axes[0]
+    assert len(axes.texts) == (2 * columns if columns == figures.LETTERED else 0)
 
 
 def test_refusals_of_a_sweep():

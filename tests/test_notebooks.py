@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,20 @@ from small import RATIO, W, build, random_tokens
 import gsm
 from gsm.analysis.attention import attention_map, attention_of
 from gsm.layers.key_value import RangeAttention
+from gsm.models.gsm import GSM
 from gsm.notebook import (
+    arms,
+    compare_states,
     finished_runs,
     load,
     picture,
     save,
+    show_beside,
     show_state,
+    show_states,
     trained,
 )
-from gsm.paths import ROOT, variants
+from gsm.paths import ROOT, TRAINED, variants
 
 WIDGETS = "application/vnd.jupyter.widget-state+json"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -130,6 +136,70 @@ def test_names_that_do_not_exist(tmp_path: Path):
         trained("gsmm")
     with pytest.raises(FileNotFoundError, match="^folder .*nothing$"):
         finished_runs(tmp_path / "nothing")
+
+
+def test_the_arms_of_an_experiment_are_loaded_in_its_order_with_the_seed_asked_for(tmp_path: Path):
+    (tmp_path / "experiment.json").write_text(json.dumps({"arms": {"second": [], "first": [], "failed": []}}))
+    runs = [("first", 0, "delta_net"), ("first", 1, "gsm"), ("second", 1, "delta_net"), ("failed", 0, "gsm")]
+    for arm, seed, model in runs:
+        folder = shutil.copytree(TRAINED / f"needle_{model}", tmp_path / f"{arm}-seed{seed}")
+        facts = {"arm": arm, "seed": seed, "status": "failed" if arm == "failed" else "finished"}
+        (folder / "summary.json").write_text(json.dumps(facts))
+    first, second = arms(tmp_path), arms(tmp_path, seed=1)
+    assert list(first) == list(second) == ["second", "first"], "the failed one has no model"
+    assert [isinstance(model, GSM) for model, _ in first.values()] == [False, False], "each with its lowest seed"
+    assert [isinstance(model, GSM) for model, _ in second.values()] == [False, True]
+    model, data = second["first"]
+    assert torch.equal(model.embedding.weight, trained("gsm")[0].embedding.weight) and data.task.pairs == 10
+    assert list(arms(tmp_path, seed=0)) == ["first"]
+    with pytest.raises(FileNotFoundError, match="^seed .* got 7$"):
+        arms(tmp_path, seed=7)
+
+
+def test_states_are_compared_by_length_rank_and_shares():
+    one_entry, token_BT = build("gsm-writer=additive", state_size=1), random_tokens(2, 20)
+    models = {
+        "one entry": one_entry,
+        "encoder only": build("gsm-writer=encoder_only"),
+        "none": build("gsm-stages=none"),
+    }
+    found = compare_states(models, token_BT)
+    with torch.no_grad(), gsm.record() as seen:
+        one_entry(token_BT)
+    assert found["one entry"]["state/norm"] == pytest.approx(float(seen["state/z"].norm(dim=-1).mean()))
+    assert found["one entry"]["state/effective_rank"] == pytest.approx(1)
+    assert found["none"]["state/effective_rank"] > 1.5
+    ways = [seen[name].norm(dim=-1) for name in ("state/e", "stage/1/increment", "stage/2/increment")]
+    for name, way_BT in zip(("encoder", "stage1", "stage2"), ways, strict=True):
+        share = float((way_BT / sum(ways)).mean())
+        assert found["one entry"][f"state/share/{name}"] == pytest.approx(share), "additive: z is their sum"
+        assert found["encoder only"][f"state/share/{name}"] == (name == "encoder")
+    assert str(found).splitlines()[-1].split()[3:] == ["-", "-", "-"], "a model without stages has no shares"
+    with gsm.patch("stage/1/increment", torch.zeros_like, one_entry):
+        assert compare_states({"": one_entry}, token_BT)[""]["state/share/stage1"] == 0
+
+
+def test_the_picture_of_states_has_their_numbers():
+    pytest.importorskip("matplotlib")
+    found = compare_states({"a": build("gsm-writer=additive"), "b": build("gsm-stages=none")}, random_tokens(2, 20))
+    length, rank, shares = show_states(found).axes
+    for axes, name in ((length, "state/norm"), (rank, "state/effective_rank")):
+        assert {line.get_xdata()[0] for line in axes.lines} == {facts[name] for facts in found.values()}
+    widths = [[bar.get_width() for bar in way] for way in shares.containers]
+    ways = ("encoder", "stage1", "stage2")
+    assert widths == [pytest.approx([found["a"][f"state/share/{way}"], 0]) for way in ways]
+    assert [text.get_text() for text in shares.get_legend().get_texts()] == list(ways)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7])
+def test_pictures_stand_three_in_a_row_at_most(count: int):
+    pytest.importorskip("matplotlib")
+    figure = show_beside([lambda axes, name=name: axes.set_title(str(name)) for name in range(count)])
+    shown = [axes for axes in figure.axes if axes.get_visible()]
+    assert [axes.get_title() for axes in shown] == [str(name) for name in range(count)]
+    columns, rows = min(3, count), -(-count // 3)
+    assert {axes.get_subplotspec().get_gridspec().get_geometry() for axes in shown} == {(rows, columns)}
+    assert figure.get_figheight() == pytest.approx(3 * rows) and figure.get_figwidth() == pytest.approx(7.3)
 
 
 def test_a_figure_is_saved_for_print(tmp_path: Path):

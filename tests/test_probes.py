@@ -10,7 +10,7 @@ import gsm
 from gsm.analysis import attention, probes
 from gsm.analysis.needles import ask
 from gsm.analysis.state import effective_rank, latents, state_facts
-from gsm.data.recall import Needle
+from gsm.data.recall import Alphabet, MultiQueryRecall, Needle
 
 CLASSES = 5
 
@@ -80,15 +80,20 @@ def test_a_state_holds_its_own_token_and_no_token_beyond_its_reach():
         assert by_distance[30].accuracy < 0.45, "3 windows of 4 and a state of 7 end before 30; chance is 0.25"
 
 
-def test_a_needles_value_is_read_where_its_key_is_asked_and_not_before(monkeypatch: pytest.MonkeyPatch):
-    """The toy model keeps, at each position, the token that once followed the token there."""
+ALPHABET = {"keys": 8, "values": 4, "fillers": 6, "pairs": 2, "gap": 4}
+
+
+@pytest.mark.parametrize("task", [Needle(**ALPHABET), MultiQueryRecall(**ALPHABET)], ids=["needle", "recall"])
+def test_a_needles_value_is_read_where_its_key_is_asked_and_not_before(task: Alphabet, monkeypatch: pytest.MonkeyPatch):
+    """The toy model keeps, at each position, the token that once followed the token there. Questions of recall are at
+    other places in each sequence."""
 
     def recalled(model, token_BT, rows):
-        behind = [[line[line.index(line[row]) + 1] for row in rows] for line in token_BT.tolist()]
+        behind = [[(line + [0])[line.index(line[row]) + 1] for row in rows] for line in token_BT.tolist()]
         return {"state": torch.nn.functional.one_hot(torch.tensor(behind), 18).double()}
 
     monkeypatch.setattr(probes, "states", recalled)
-    questions = ask(Needle(keys=8, values=4, fillers=6, pairs=2, gap=4), 24, 80)
+    questions = ask(task, 24, 80)
     result = probes.of_needles(torch.nn.Identity(), questions)["state"]
     assert result.accuracy == 1 and (result.fitted, result.tested) == (120, 40)
     assert probes.of_needles(torch.nn.Identity(), questions, before=2)["state"].accuracy < 0.5, "chance is 0.25"

@@ -78,6 +78,11 @@ def register(
 
     @functools.wraps(forward)
     def call(*arguments: Any, **named: Any) -> Any:
+        """Call the operator, or on a CPU `forward` itself where nothing needs the operator.
+
+        Raises:
+            TypeError: a name that is no argument, or one that is given twice.
+        """
         if named or len(arguments) < len(names):
             missing = names[len(arguments) :]
             if any(argument not in missing for argument in named):
@@ -114,6 +119,8 @@ def _gradients_by(back: Function, fake: Function, names: list[str], learned: tup
 
     @once
     def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return a gradient for each argument of the operator; None for those without one. An output that nothing
+        has used gives zeros to `back`."""
         arguments, *tensors = kept(ctx, lambda *inputs: inputs)
         grads = grads[:results]
         if any(grad is None for grad in grads):

@@ -164,22 +164,31 @@ def arms(folder: str | Path, seed: int | None = None) -> dict[str, tuple[Languag
     return {arm: load(runs[arm].folder) for arm in reversed(runs)}
 
 
-def compare_states(models: Mapping[str, GSM], token_BT: Tensor) -> str:
-    """Return a table of the models' states for the same text: the mean length of z, the effective rank of the state
-    that the last row sees, the share of z by the encoder and by each stage.
+class States(dict[str, dict[str, float]]):
+    """What ``compare_states`` finds, by model and name of the number; printed as a table."""
+
+    def __repr__(self) -> str:
+        columns = list(dict.fromkeys(column for facts in self.values() for column in facts))
+        head = ["model", *(column.removeprefix("state/").replace("_", " ") for column in columns)]
+        rows = ([name, *(number_text(facts.get(column)) for column in columns)] for name, facts in self.items())
+        return grid_text([head, *rows])
+
+
+def compare_states(models: Mapping[str, GSM], token_BT: Tensor) -> States:
+    """Return numbers of the models' states for the same text, by model: ``state/norm``, the mean length of z;
+    ``state/effective_rank`` of the state that the last row sees; in a model with stages ``state/share/encoder`` and
+    ``state/share/stage<s>``, the share of z that comes each way.
 
     Args:
         models: by name.
         token_BT: int64, one document a sequence.
     """
-    rows: dict[str, dict[str, float]] = {}
+    states = States()
     for name, model in models.items():
         with torch.no_grad(), model.evaluating(), record("position", "state/*", "stage/*/increment") as seen:
             model.forward(token_BT)
-        rows[name] = state_facts(model, seen) | views.shares(model, seen)
-    columns = list(dict.fromkeys(column for facts in rows.values() for column in facts))
-    head = ["model", *(column.removeprefix("state/").replace("_", " ") for column in columns)]
-    return grid_text([head, *([name, *(number_text(facts.get(c)) for c in columns)] for name, facts in rows.items())])
+        states[name] = state_facts(model, seen) | views.shares(model, seen)
+    return states
 
 
 def show_one(draw: Callable[..., None], *arguments: Any, height: float = HEIGHT, **options: Any) -> Figure:
@@ -190,10 +199,13 @@ def show_one(draw: Callable[..., None], *arguments: Any, height: float = HEIGHT,
 
 
 def show_beside(draws: Sequence[Callable[[Axes], None]], height: float = HEIGHT, grid: bool = True) -> Figure:
-    """Draw several pictures side by side; each is a function of its axes."""
-    figure, panels = plots.figure(len(draws), width=WIDTH / len(draws), height=height, grid=grid)
-    for draw, axes in zip(draws, panels, strict=True):
+    """Draw several pictures side by side, at most three in a row; each is a function of its axes."""
+    columns = min(3, len(draws))
+    figure, panels = plots.figure(columns, WIDTH / columns, height, grid, rows=-(-len(draws) // columns))
+    for draw, axes in zip(draws, panels, strict=False):
         draw(axes)
+    for axes in panels[len(draws) :]:
+        axes.set_visible(False)
     return figure
 
 
@@ -338,6 +350,20 @@ def show_routes(
         axes.set_xlabel("")
         axes.tick_params(labelbottom=False)
     figures.colour_bar(figure, panels, "share of the entry")
+    return figure
+
+
+def show_states(states: States) -> Figure:
+    """Draw what ``compare_states`` has found: a row for each model, and a panel each for the length of z, for the
+    effective rank, and for the shares of z."""
+    figure, panels = plots.figure(3, width=WIDTH / 3, height=1.3 + 0.25 * len(states))
+    for axes, name in zip(panels, ("state/norm", "state/effective_rank"), strict=False):
+        values = {model: [facts[name]] if name in facts else [] for model, facts in states.items()}
+        plots.seeds(axes, values, {"state/norm": "length of z"}.get(name, "effective rank"))
+        axes.set_xlim(0, None)
+    figures.shares(panels[2], states, "share of z")
+    for axes in panels[1:]:
+        axes.tick_params(labelleft=False)  # the first panel has the names of the models
     return figure
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLUMNS = 512  # most columns of a map: more are not visible
+LETTERED = 40  # most columns of a map with tokens in its cells: in more, they would run into each other
 BROUGHT_BACK = "of the answer, brought back"
 RIGHT: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}  # a legend beside the axes
 BARS = (6, 1, 0, 4, 2, 3, 5)  # colours of bars: black for the unchanged model
@@ -219,15 +220,14 @@ def lens(axes: Axes, lens: Lens, words: Sequence[str], best: Sequence[Sequence[s
         axes: to draw on.
         lens: of ``lens.logit_lens``.
         words: the targets.
-        best: the likeliest token in every cell, written into it.
+        best: the likeliest token in every cell, written into it where there are at most ``LETTERED`` rows.
         title: of the picture.
     """
-    axes.imshow(
-        lens.log_probability_LR.exp().cpu(), vmin=0, vmax=1, origin="lower", aspect="auto", interpolation="nearest"
-    )
-    for row, line in enumerate(best):
+    probability_LR = lens.log_probability_LR.exp().cpu().numpy()
+    axes.imshow(probability_LR, vmin=0, vmax=1, origin="lower", aspect="auto", interpolation="nearest")
+    for row, line in enumerate(best if len(words) <= LETTERED else ()):
         for column, word in enumerate(line):
-            colour = "black" if lens.log_probability_LR[row, column].exp() > 0.6 else "white"
+            colour = "black" if probability_LR[row, column] > 0.6 else "white"
             axes.text(column, row, word[:7], ha="center", va="center", color=colour, fontsize=SMALL - 3)
     axes.set_yticks(range(len(lens.places)), lens.places)
     plots.tokens(axes.xaxis, words)
@@ -262,14 +262,14 @@ def contributions(axes: Axes, by_part: Mapping[str, Mapping[str, float]], label:
     model or prompt (``lens.Attribution.by_part``)."""
     names = list(dict.fromkeys(part for parts in by_part.values() for part in parts))
     width = 0.8 / len(by_part)
-    for number, (name, parts) in enumerate(by_part.items()):
+    for number, (name, style) in enumerate(plots.styles(by_part).items()):
         places = [place + width * (number - (len(by_part) - 1) / 2) for place in range(len(names))]
-        values = [parts.get(part, 0) for part in names]
-        axes.barh(places, values, height=0.92 * width, color=plots.COLOURS[number], label=name)
+        values = [by_part[name].get(part, 0) for part in names]
+        axes.barh(places, values, height=0.92 * width, color=style.colour, label=name)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.axvline(0, color="#888888", linewidth=1)
-    finish(axes, label, ncols=len(by_part), loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    finish(axes, label, ncols=min(4, len(by_part)), loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 def signed(
@@ -297,7 +297,7 @@ def signed(
 def cosines(axes: Axes, cosine_EF: Tensor, words: Sequence[str], others: Sequence[str], title: str = "") -> None:
     """Draw the cosines of two states' entries (``state.cosines``), -1 to 1; ``words`` and ``others`` are the tokens at
     which they were written."""
-    axes.imshow(cosine_EF.cpu(), vmin=-1, vmax=1, cmap="RdBu_r", interpolation="nearest")
+    axes.imshow(cosine_EF.cpu(), vmin=-1, vmax=1, cmap="RdBu_r", aspect="auto", interpolation="nearest")
     plots.tokens(axes.yaxis, words)
     plots.tokens(axes.xaxis, others)
     axes.grid(visible=False)
@@ -316,6 +316,22 @@ def parts(axes: Axes, share_SR: Tensor, rows: Sequence[int], title: str = "") ->
     axes.set_xlim(rows[0], rows[-1])
     axes.set_ylim(0, 1)
     finish(axes, "token", "share of z, by length", title, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3)
+
+
+def shares(axes: Axes, states: Mapping[str, Mapping[str, float]], label: str) -> None:
+    """Draw the shares of each model's z (``state/share/<way>``), a row for each model, its ways one behind the
+    other."""
+    ways = list(dict.fromkeys(name for facts in states.values() for name in facts if name.startswith("state/share/")))
+    rows, ends = range(len(states), 0, -1), [0.0] * len(states)
+    for way, style in plots.styles(ways).items():
+        values = [facts.get(way, 0.0) for facts in states.values()]
+        name = way.removeprefix("state/share/")
+        axes.barh(list(rows), values, left=ends, height=0.7, color=style.colour, label=name)
+        ends = [end + value for end, value in zip(ends, values, strict=True)]
+    axes.set_yticks(list(rows), list(states))
+    axes.set_ylim(0.4, len(states) + 0.6)
+    axes.set_xlim(0, 1)
+    finish(axes, label, ncols=len(ways), loc="lower center", bbox_to_anchor=(0.5, 1.0), columnspacing=1, handlelength=1)
 
 
 def probes(axes: Axes, curves: Mapping[str, Mapping[int, Probe]]) -> None:

@@ -10,8 +10,7 @@ differences of their read-out, and the mixing of streams counts to the part behi
     writer, stage/1, stage/2                                     from e to z, if the decoder starts from z
     decoder/5/attention, decoder/5/feed_forward ..               up to the output
 
-B sequences, R rows, L places of the stream, D model width, H heads, C width of a head, E entries of the state and the
-sink.
+B sequences, R rows, L places of the stream, D model width, H heads, E entries of the state and the sink.
 """
 
 from __future__ import annotations
@@ -19,13 +18,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gsm.analysis.attention import attention_of
 from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
 from gsm.observe import Recording, patch, record
@@ -143,15 +141,17 @@ class Attribution:
 
     Attributes:
         by_part: by name of ``parts_of_output``.
-        by_head_LH: of the decoder's layers, their attention by head; None with several residual streams.
-        by_entry_LE: the same by entry of the state, old to new, and the sink, which adds nothing; None as before, and
-            in models without a state.
+        by_head_LH: of the decoder's layers, their attention (or recurrence) by head. The sum of a layer is that of its
+            attention; with several residual streams, without their mixing. Only with ``mhc_two_pass``, where what is
+            added decides how streams are read, need they not sum to it.
+        by_entry_LE: the same by entry of the state, old to new, and the sink, which adds nothing; None in models
+            without a state.
         layers: names of the L layers.
         total: the logit that the model gives.
     """
 
     by_part: dict[str, float]
-    by_head_LH: Tensor | None
+    by_head_LH: Tensor
     by_entry_LE: Tensor | None
     layers: tuple[str, ...]
     total: float
@@ -181,32 +181,29 @@ def attribute(model: LanguageModel, token_T: Tensor, token: int, other: int | No
         parts = parts_of_output(model, seen)
         by_part = dict(zip(parts, to(torch.stack([x[0, -1] for x in parts.values()])).tolist(), strict=True))
         layers = tuple(name for name in layer_names(seen) if name.startswith("decoder/") and f"{name}/heads" in seen)
-        by_head_LH = by_entry_LE = None
-        if layers and cast(Any, model).decoder.streams == 1:
-            by_head_LH = torch.stack([to(_by_head(model, layer, seen[f"{layer}/heads"][0, -1])) for layer in layers])
-            if isinstance(model, GSM):
-                by_entry_LE = _padded([to(_by_entry(model, layer, token_T, seen)) for layer in layers])
+        by_head_LH, by_entry_LE = logit_V.new_zeros(0, 0), None  # layers of one's own may have no heads
+        if layers:
+            by_head_LH = torch.stack([to(_by_one(model, f"{layer}/heads", token_T, seen)) for layer in layers])
+        if layers and isinstance(model, GSM):
+            by_entry_LE = _padded([to(_by_one(model, f"{layer}/weights", token_T, seen)) for layer in layers])
     total = logit_V[token] - (0 if other is None else logit_V[other])
     return Attribution(by_part, by_head_LH, by_entry_LE, layers, float(total))
 
 
-def _by_head(model: LanguageModel, layer: str, head_HC: Tensor) -> Tensor:
-    """Return the update of an attention by head, [H, D]: its output projection is linear."""
-    alone_HHC = torch.eye(len(head_HC), dtype=head_HC.dtype, device=head_HC.device)[:, :, None] * head_HC
-    return cast(Any, attention_of(model, layer)).output(alone_HHC[None])[0]
+def _by_one(model: LanguageModel, tap: str, token_T: Tensor, seen: Recording) -> Tensor:
+    """Return what a layer's attention adds to the stream by head, [H, D], from its tap ``heads``, or by entry, [E, D],
+    from ``weights``: one call in which each sequence of the batch keeps one of them, and the last keeps none."""
+    layer, _, part = tap.rpartition("/")
+    count = seen[tap].shape[2 if part == "heads" else 3]
 
+    def keep_one(x_BRHX: Tensor) -> Tensor:
+        kept_BX = torch.eye(count + 1, count, dtype=x_BRHX.dtype, device=x_BRHX.device)
+        return x_BRHX * (kept_BX[:, None, :, None] if part == "heads" else kept_BX[:, None, None])
 
-def _by_entry(model: GSM, layer: str, token_T: Tensor, seen: Recording) -> Tensor:
-    """Return the update of a decoder layer's attention by entry, [E, D]: one call in which each sequence of the batch
-    keeps the weight of one entry."""
-    entries = seen[f"{layer}/weights"].shape[-1]
-
-    def keep_one(weight_BRHE: Tensor) -> Tensor:
-        return weight_BRHE * torch.eye(entries, dtype=weight_BRHE.dtype, device=weight_BRHE.device)[:, None, None]
-
-    with patch(f"{layer}/weights", keep_one, model), record(f"{layer}/attention") as alone:
-        model.forward(token_T.expand(entries, -1))
-    return alone[f"{layer}/attention"][:, -1]
+    with patch(tap, keep_one, model), record(f"{layer}/stream/between") as alone:
+        model.forward(token_T.expand(count + 1, -1))
+    row_BD = promoted(alone[f"{layer}/stream/between"][:, -1])
+    return row_BD[:-1] - row_BD[-1]
 
 
 def _padded(rows: Sequence[Tensor]) -> Tensor:

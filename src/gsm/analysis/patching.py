@@ -8,7 +8,8 @@ value. Parts of the first call are put into the second (activation patching).
 ``restored_share`` measures how far the patched call is on the way from the corrupted call to the clean call. 0: the
 part carries nothing of the answer; 1: the part carries all of it. The method finds parts that are enough for the
 answer; ``needles.needle_test`` finds parts that the answer needs. Two parts that carry the same information each
-restore all of the answer. Two parts that work only together restore none of it. So shares need not sum to 1.
+restore all of the answer. Two parts that work only together restore none of it. So shares need not sum to 1. A share
+divides by the difference of the two calls: where ``margins`` are near each other, it means little.
 
 N questions, T positions, P places.
 """

@@ -158,14 +158,16 @@ def of_needles(model: LanguageModel, questions: Questions, before: int = 0) -> d
 
     Args:
         model: as of ``states``, trained on the task.
-        questions: at the same places of every sequence.
+        questions: of ``needles.ask``, as many of every sequence.
         before: distance before the key, in tokens. There, no question has asked for that value yet.
     """
-    rows = [row - before for row in questions.key_N.unique().tolist()]
+    key_R, number_N = questions.key_N.unique(return_inverse=True)
     value_N = questions.token_BT[questions.sequence_N, questions.needle_N + 1]
     share = _whole_sequences(questions.token_BT)
-    features = states(model, questions.token_BT, rows).items()
-    return {name: probe(value_BRF.flatten(0, 1), value_N, held_out=share) for name, value_BRF in features}
+    features = states(model, questions.token_BT, (key_R - before).tolist()).items()
+    return {
+        name: probe(value_BRF[questions.sequence_N, number_N], value_N, held_out=share) for name, value_BRF in features
+    }
 
 
 def _whole_sequences(token_BT: Tensor) -> float:
