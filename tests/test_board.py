@@ -61,10 +61,11 @@ def test_the_tables_and_the_pictures_are_there_and_a_tab_of_charts(experiment: P
     assert events.Tags()["images"] == ["comparison/curves", "comparison/values"]
     (text,) = events.Tensors("comparison/text_summary")
     assert b"| control | 3 | -0.7000 [-0.9484, -0.4516] |" in text.tensor_proto.string_val[0]
-    (layout,) = read(experiment / "control-seed-mean").Tensors("custom_scalars__config__")
-    (tab,) = layout_pb2.Layout.FromString(layout.tensor_proto.string_val[0]).category
-    assert tab.title == "arms"
-    assert [list(chart.multiline.tag) for chart in tab.chart] == [["mean/loss$"], ["minus_paper/loss$"]]
+    for arm in ("paper", "control"):
+        (layout,) = read(experiment / f"{arm}-seed-mean").Tensors("custom_scalars__config__")
+        (tab,) = layout_pb2.Layout.FromString(layout.tensor_proto.string_val[0]).category
+        assert tab.title == "arms"
+        assert [list(chart.multiline.tag) for chart in tab.chart] == [["mean/loss$"], ["minus_paper/loss$"]], arm
 
 
 def test_an_arms_name_cannot_leave_the_folder(tmp_path: Path):

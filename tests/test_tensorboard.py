@@ -149,6 +149,13 @@ def test_the_columns_of_an_experiment_are_those_in_which_its_arms_differ(tmp_pat
     assert shown == ["arm", "seed", "parameters", "residual", "model.extra"]
 
 
+def test_a_task_has_its_accuracy_before_the_other_metrics():
+    (columns, _, _) = records({"arm": "plain"}, metric="val/accuracy")
+    content = HParamsPluginData.FromString(columns.value[0].metadata.plugin_data.content)
+    metrics = [info.name.tag for info in content.experiment.metric_infos]
+    assert metrics[0] == "val/accuracy" and sorted(metrics) == sorted(METRICS)
+
+
 def test_a_run_says_how_it_was_started_and_what_opens_it(server: Client, logs: Path):
     for run in ask(server, "text/tags"):
         (text,) = ask(server, f"text/text?run={run}&tag=run/text_summary")

@@ -52,12 +52,14 @@ def write_board(folder: Path, curves: Mapping[str, Curves], stem: str, text: str
     held_out = {name: of for name, of in curves.items() if name.startswith(HELD_OUT)}
     for arm, tag, curve in _tagged(held_out):
         by_arm.setdefault(arm, {})[tag] = curve
+    # The same charts for every arm, also the first, which has no difference: TensorBoard shows them as it meets them.
+    arms = _charts(first=next(iter(by_arm), ""), tags={tag for by_tag in by_arm.values() for tag in by_tag})
     for arm, by_tag in by_arm.items():
         with _writer(folder / f"{quote(arm, safe=' ()=,')}{END}") as writer:
             for tag, curve in by_tag.items():
                 for step, value in curve.items():
                     writer.add_scalar(tag, value, int(step))
-            writer.add_custom_scalars({"arms": _charts(first=next(iter(by_arm)), tags=by_tag.keys())})
+            writer.add_custom_scalars({"arms": arms})
     with _writer(folder / stem) as writer:
         writer.add_text(stem, text)
         for name, figure in drawn.items():
@@ -89,7 +91,7 @@ def _tagged(curves: Mapping[str, Curves]) -> Iterator[tuple[str, str, Curve]]:
 
 
 def _charts(first: str, tags: Any) -> dict[str, list[Any]]:
-    """Return charts of CUSTOM SCALARS for an arm's curves."""
+    """Return the charts of CUSTOM SCALARS for the arms' curves."""
     charts = {}
     for title, patterns in ((title, patterns) for tab in TABS for title, patterns in LAYOUT[tab].items()):
         for group, how in (("mean", "mean over seeds"), (f"minus_{first}", f"difference from {first}, paired")):

@@ -174,7 +174,8 @@ def assemble(
     size = model.parameter_report().total
     callbacks: list[lightning.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue] # undeclared
     about = report.about(config, summary.facts["commit"], isinstance(model, GSM), data.tokenizer is not None)
-    callbacks.insert(callbacks.index(summary), Hyperparameters(config, size, differing(config), about))
+    metric = "val/accuracy" if data.measures_accuracy else "val/bits_per_byte"
+    callbacks.insert(callbacks.index(summary), Hyperparameters(config, size, differing(config), about, metric))
     facts = {
         "experiment": config["name"],
         "arm": str(config["arm"]),

@@ -50,7 +50,7 @@ LAYOUT = {
         "recall by layer and stage": [r"train/indexer_recall/(encoder|decoder|stage)\d+$"],
     },
 }
-METRICS = (  # columns of the HPARAMS tab, in this order; the first five are shown at first
+METRICS = (  # columns of the HPARAMS tab, in this order after the run's own first; the first five are shown at first
     "val/bits_per_byte",
     "val/accuracy",
     "val/loss",
@@ -155,23 +155,30 @@ class Hyperparameters(lightning.Callback):
         parameters: number of parameters of the model.
         differing: keys of the configuration in which the arms of the experiment differ; a choice without ``choices.``.
         text: about the run, Markdown: the TEXT tab has it.
+        metric: the first metric of the HPARAMS tab.
     """
 
     def __init__(
-        self, config: Mapping[str, Any], parameters: int, differing: Collection[str] = (), text: str = ""
+        self,
+        config: Mapping[str, Any],
+        parameters: int,
+        differing: Collection[str] = (),
+        text: str = "",
+        metric: str = METRICS[0],
     ) -> None:
         column_of = {path.removeprefix("choices."): column for column, path in COLUMNS.items()}
         columns = COLUMNS | {key: key for key in differing if key not in column_of}
         self.values = {column: look_up(config, path) for column, path in columns.items()} | {"parameters": parameters}
         self.values["seed"] = str(self.values["seed"])  # a name, not an amount: TensorBoard writes 1 as 1.0000
         self.differing, self.text = tuple(column_of.get(key, key) for key in differing), text
+        self.metric = metric
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Write all hyper-parameters, the names of all metrics, and the text."""
         for logger in trainer.loggers if trainer.is_global_zero else ():
             logger.log_hyperparams(self.values)
         for logger in _boards(trainer):
-            for record in records(self.values, self.differing):
+            for record in records(self.values, self.differing, self.metric):
                 logger.experiment.file_writer.add_summary(record)
             if self.text:
                 logger.experiment.add_text("run", self.text, trainer.global_step)
@@ -191,16 +198,16 @@ def charts(tags: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
     return {tab: of for tab, of in layout.items() if of}
 
 
-def records(values: Mapping[str, Any], differing: Collection[str] = ()) -> list[Any]:
+def records(values: Mapping[str, Any], differing: Collection[str] = (), metric: str = METRICS[0]) -> list[Any]:
     """Return what the HPARAMS tab reads of a run: its columns and values, as torch's ``add_hparams`` writes them.
 
     The tab takes its columns from the record of a single run, the first that it meets. So all runs of an experiment
     have the same. With arms these are ``OF_ARMS`` and the columns in which arms differ: the others are constant. Else
     the columns in ``FIRST`` are marked as different among runs, and the others follow these. Metrics have no value in
     it, and a run without the metric leaves its cell empty. Lightning's ``log_hyperparams(values, metrics)`` marks no
-    column, and writes a point for every metric.
+    column, and writes a point for every metric. ``metric`` comes first, where a narrow window still shows it.
     """
-    columns, start, end = hparams(dict(values), dict.fromkeys(METRICS))
+    columns, start, end = hparams(dict(values), dict.fromkeys((metric, *METRICS)))
     plugin = columns.value[0].metadata.plugin_data
     content = HParamsPluginData.FromString(plugin.content)
     infos = {info.name: info for info in content.experiment.hparam_infos}
