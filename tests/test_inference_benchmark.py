@@ -186,7 +186,7 @@ def test_rows_that_were_measured_in_another_way_are_not_compared(other):
     assert len(inference.groups([request("gsm", 64, 1, 1), request("baseline", 64, 1, 1, **other)])) == 2
 
 
-COMMITTED = {name: inference.run for name in ("cpu-64k", "cpu-crossing", "cpu-locality", "cpu-pruning")}
+COMMITTED = {name: inference.run for name in ("cpu-paper-inference", "cpu-crossing", "cpu-locality", "cpu-pruning")}
 COMMITTED["cpu-kernels"] = kernels.run
 
 
