@@ -297,9 +297,10 @@ def test_a_picture_is_drawn_where_a_table_has_changed(folder: Path, tmp_path: Pa
 def test_the_picture_of_an_evaluation_by_length_has_a_line_an_arm_and_a_panel_a_quantity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    lines = ["experiment,arm,seed,status,split,commit,length/answered/96,length/answered/384,length/cache_bytes/96"]
+    names = "length/answered/96,length/answered/24576,length/cache_bytes/96,length/cache_bytes/24576"
+    lines = [f"experiment,arm,seed,status,split,commit,{names}"]
     runs = [(arm, seed) for arm in ("gsm", "other") for seed in (0, 1)]
-    lines += [f"x,{arm},{seed},finished,validation,abc,1.0,0.{seed}5,700" for arm, seed in runs]
+    lines += [f"x,{arm},{seed},finished,validation,abc,1.0,0.{seed}5,700,9000000" for arm, seed in runs]
     (tmp_path / "x.csv").write_text("\n".join(lines) + "\n")
     drawn: list[Any] = []
     monkeypatch.setattr(rows.plots, "png", lambda figure: drawn.append(figure) or b"png")
@@ -307,8 +308,11 @@ def test_the_picture_of_an_evaluation_by_length_has_a_line_an_arm_and_a_panel_a_
     page.write_text("<!-- rows: x length/answered/96 picture=by_length.png -->\n<!-- end -->\n")
     rows.main([str(page)], tmp_path)
     answered, cache = drawn[0].axes
-    assert [list(line.get_xydata()[1]) for line in answered.get_lines()] == [[384, 0.1], [384, 0.1]]
-    assert [len(line.get_xydata()) for line in cache.get_lines()] == [1, 1]
+    assert [list(line.get_xydata()[1]) for line in answered.get_lines()] == [[24576, 0.1], [24576, 0.1]]
+    assert [label.get_text() for label in answered.get_xticklabels()] == ["96", "24K"]
+    low, high = cache.get_ylim()
+    ticks = [tick for tick in cache.get_yticks() if low < tick < high]
+    assert ticks == [10**power for power in (3, 4, 5, 6, 7)], "of an axis of four decades"
 
 
 def test_arms_have_the_labels_of_their_experiments_yaml(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
