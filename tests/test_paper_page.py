@@ -118,11 +118,11 @@ def test_the_columns_of_the_page_are_what_the_experiments_measure():
 
 def test_the_page_takes_the_runs_that_make_paper_leaves(tmp_path: Path):
     measured = {f"answered/{length}": 0.5 for length in (96, 1536, 6144, 24576, 65536)}
-    for arm in ("direct", "steps"):
-        write_trial(tmp_path / "logs/chain", arm, 0, train={"train_seconds": 9.0}, length={"metrics": measured})
-    text = rows.tables(PAGE.read_text(), logs=tmp_path / "logs")
-    assert re.search(r"\| steps \| 1 \| 0\.5000 \|.*", text) and "Rows: `logs/chain`" in text
-    assert "`results/chain.csv` has no rows yet" not in text
+    for arm, seed in (("direct", 0), ("direct", 9), ("steps", 0), ("steps", 9)):
+        write_trial(tmp_path / "logs/chain", arm, seed, train={"train_seconds": 9.0}, length={"metrics": measured})
+    made = rows.tables(PAGE.read_text(), logs=tmp_path / "logs")
+    (line,) = re.findall(r"^Rows: `results/chain.csv` and `logs/chain`.*", made, re.MULTILINE)
+    assert line.endswith(", 9.")
 
 
 def test_the_papers_numbers_are_those_of_its_tables():

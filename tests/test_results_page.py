@@ -13,7 +13,7 @@ import pytest
 from records import write_trial
 from short_runs import folder_of
 from test_compare import experiment, write_run
-from test_experiment import fake, toy
+from test_experiment import ask, fake, toy
 
 from gsm.config.check import ConfigError
 from gsm.config.command_line import command
@@ -118,9 +118,14 @@ def test_a_damaged_configuration_is_named(experiment: Path, damaged: str):
 
 
 def test_an_arm_without_a_run_is_named(tmp_path: Path, fake: None, capsys: pytest.CaptureFixture[str]):
-    train_all(toy(tmp_path, "arm=mhc", "seeds=1"))
     page = tmp_path / "logs/toy/results.html"
+    train_all(toy(tmp_path, "arm=mhc", "seeds=1"))
+    assert "plain" not in Page(page).text.partition("Commands")[0], "it was not chosen"
+    ask(tmp_path, "plain", "fails").touch()
+    with pytest.raises(SystemExit):
+        train_all(toy(tmp_path, "seeds=1"))
     assert "No finished run: plain" in Page(page).text
+    ask(tmp_path, "plain", "fails").unlink()
     assert str(page) in "".join(capsys.readouterr().out.split()).replace("browser:", "browser: "), "and where it is"
     train_all(toy(tmp_path))
     assert "4 of 4 runs finished" in Page(page).text and "No finished run" not in Page(page).text
