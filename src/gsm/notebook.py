@@ -357,9 +357,10 @@ def show_states(states: States) -> Figure:
     """Draw what ``compare_states`` has found: a row for each model, and a panel each for the length of z, for the
     effective rank, and for the shares of z."""
     figure, panels = plots.figure(3, width=WIDTH / 3, height=1.3 + 0.25 * len(states))
-    for axes, name in zip(panels, ("state/norm", "state/effective_rank"), strict=False):
+    numbers = {"state/norm": "length of z", "state/effective_rank": "effective rank"}
+    for axes, (name, label) in zip(panels, numbers.items(), strict=False):
         values = {model: [facts[name]] if name in facts else [] for model, facts in states.items()}
-        plots.seeds(axes, values, {"state/norm": "length of z"}.get(name, "effective rank"))
+        plots.seeds(axes, values, label)
         axes.set_xlim(0, None)
     figures.shares(panels[2], states, "share of z")
     for axes in panels[1:]:

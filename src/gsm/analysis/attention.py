@@ -117,7 +117,7 @@ def entries_back(model: LanguageModel, name: str, entries: int) -> Tensor:
     """Return the number of positions between a row and each entry that its attention sees outside of the bank, int64
     [W]. In a decoder layer of GSM, the state's entries come first, then the entries of its own window."""
     part = attention_of(model, name)
-    own, each = (part.own_size, part.slots) if isinstance(part, StateAttention) else (0, 1)
+    own, each = own_entries(model, name), part.slots if isinstance(part, StateAttention) else 1
     return torch.cat([torch.arange(entries - own - 1, -1, -1) // each, torch.arange(own - 1, -1, -1)])
 
 
