@@ -88,6 +88,7 @@ endef
 
 # With a GPU: speed at the paper's size, and the first step up of its main training, minutes. Nobody has tried it.
 gpu = $(shell nvidia-smi -L 2>/dev/null)
+speed = logs/$(if $(gpu),gpu,cpu)-paper.md
 define on_gpu
 $(BIN)/python train.py experiment=paper_main size=tiny
 endef
@@ -101,7 +102,7 @@ $(BIN)/python -m gsm.experiments.rows logs/paper.md logs=logs
 endef
 
 paper: $(STAMP)  ## the paper in miniature, an evening on two cores: logs/paper.md; goes on after Ctrl-C; ARGS=all: 3 hours more
-	test -e logs/paper_efficiency.md || $(BIN)/python benchmark.py benchmark=paper $(if $(gpu),benchmark.size=1p5b,device=cpu benchmark.size=nano) output=logs/paper_efficiency.md
+	test -e $(speed) || $(BIN)/python benchmark.py benchmark=paper $(if $(gpu),benchmark.size=1p5b,device=cpu benchmark.size=nano) output=$(speed)
 	$(call evening,1)
 	$(paper_page)
 	$(call evening,3)

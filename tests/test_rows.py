@@ -404,6 +404,38 @@ def test_a_faster_precision_is_named_where_the_processor_has_it(able: bool, monk
     assert named == [able, False]
 
 
+MEASURED = """# speed
+
+| prefill | baseline | GSM | paper |
+| --- | --: | --: | --: |
+| 256 tokens | 1 | 2 |  |
+| 4K tokens | 3 | 4 |  |
+| 64K tokens |  |  |  |
+
+| decoding | baseline |
+| --- | --: |
+| 256 tokens | 5 |
+"""
+
+
+def test_lines_that_were_measured_stand_in_a_page_without_empty_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(rows, "BENCHMARKS", tmp_path)
+    (tmp_path / "speed.md").write_text(MEASURED)
+    head = "| prefill | baseline | GSM |\n| --- | --: | --: |\n"
+    assert rows.measured("speed.md prefill") == head + "| 256 tokens | 1 | 2 |\n| 4K tokens | 3 | 4 |"
+    assert rows.measured("speed.md lines=4K prefill") == head + "| 4K tokens | 3 | 4 |"
+    assert "| 256 tokens | 5 |" in rows.measured("speed.md decoding")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/speed.md").write_text(MEASURED.replace("| 5 |", "| 6 |"))
+    assert "| 256 tokens | 6 |" in rows.measured("speed.md decoding", tmp_path / "logs")
+    with pytest.raises(ConfigError, match="8K"):
+        rows.measured("speed.md lines=8K prefill")
+    with pytest.raises(ConfigError, match="memory"):
+        rows.measured("speed.md memory")
+
+
 def test_a_table_of_yamls_has_their_openings_and_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "size").mkdir()
     monkeypatch.setattr(paths, "configs", lambda: tmp_path)
@@ -430,7 +462,7 @@ def test_without_a_name_the_tables_of_every_page_are_renewed(tmp_path: Path, mon
 def test_every_marker_of_a_page_has_the_table_of_its_source(page: Path):
     text = page.read_text()
     assert rows.tables(text) == text, "run: make tables"
-    begun = re.findall(r"<!-- (?:rows|picture|costs|yamls|taps):", text)
+    begun = re.findall(r"<!-- (?:rows|picture|costs|measured|yamls|taps):", text)
     assert len(rows.MARKED.findall(text)) == len(begun), "without an end"
 
 

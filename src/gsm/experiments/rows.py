@@ -30,6 +30,11 @@ The yamls of a config group, each with its opening comment:
     <!-- yamls: model/mixer -->
     <!-- end -->
 
+Lines of a table in `benchmarks/results/`, which is found by its first heading; columns without a value are left out:
+
+    <!-- measured: cpu-paper.md lines=256,4K,64K the decoder's entries -->
+    <!-- end -->
+
 What can be recorded in a model (`gsm.taps`):
 
     <!-- taps: size=pico gsm -->
@@ -65,6 +70,7 @@ from gsm.intervals import Cell, over_windows
 from gsm.tables import Grid, grid_markdown, length_text
 
 RESULTS = paths.ROOT / "results"
+BENCHMARKS = paths.ROOT / "benchmarks/results"
 FACTS = (
     *("experiment", "arm", "seed", "settings", "split", "status", "reason", "commit", "clean", "sources", "command"),
     *("corpus", "corpus_sha256", "optimizer", "learning_rate", "steps", "tokens", "parameters", "seconds"),
@@ -75,7 +81,8 @@ LOCAL = ("logs=", "jobs=", *(f"{key}=null" for key in SEVERAL))  # where a run l
 ABOVE = re.compile(r"^start_from=/.*/(?=logs/)")  # the machine's part of the path of a checkpoint
 BITS, SUMS = "/bits_per_byte", "/by_document"  # of an evaluation: its number, and nats and bytes of every document
 MARKED = re.compile(
-    r"(<!-- (?P<kind>rows|picture|costs|yamls|taps): (?P<words>[^\n]+?) -->)\n(?P<body>.*?)(<!-- end -->)", re.DOTALL
+    r"(<!-- (?P<kind>rows|picture|costs|measured|yamls|taps): (?P<words>[^\n]+?) -->)\n(?P<body>.*?)(<!-- end -->)",
+    re.DOTALL,
 )
 BY_LENGTH = re.compile(r"(?P<run>[^/]+)/(?P<quantity>[a-z_]+)/(?P<length>\d+)")  # of an evaluation by length
 EXPERIMENT = re.compile(r"\bexperiment=(\w+)")  # in the command of a row
@@ -244,7 +251,10 @@ def tables(page: str, folder: Path = RESULTS, logs: Path | None = None) -> str:
     def replaced(match: re.Match[str]) -> str:
         kind, words = match["kind"], match["words"]
         others = {"costs": costs, "yamls": yamls, "taps": names}
-        made = others[kind](words) if kind in others else table(words, folder, logs, alone=kind == "picture")
+        if kind in ("rows", "picture"):
+            made = table(words, folder, logs, alone=kind == "picture")
+        else:
+            made = measured(words, logs) if kind == "measured" else others[kind](words)
         return f"{match[1]}\n{made}\n\n<!-- end -->"
 
     return MARKED.sub(replaced, page)
@@ -365,6 +375,29 @@ def costs(words: str) -> str:
             ]
         )
     return grid_markdown(grid)
+
+
+def measured(words: str, logs: Path | None = None) -> str:
+    """Return the Markdown of a marker of measurements: lines of one table of a benchmark's page, of your own in `logs`
+    where you have measured it.
+
+    Raises ConfigError for an absent table or line, OSError for an absent page.
+    """
+    name, *rest = words.split()
+    wanted = rest.pop(0).removeprefix("lines=").split(",") if rest and rest[0].startswith("lines=") else []
+    first = " ".join(rest)
+    place = logs / name if logs and (logs / name).is_file() else BENCHMARKS / name
+    page = place.read_text(encoding="utf-8")
+    parts = [part.splitlines() for part in page.split("\n\n") if part.startswith(f"| {first} |")]
+    if not parts:
+        raise ConfigError(f"measured must name the first heading of a table of {name}, got {first}")
+    head, _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in parts[0])
+    known = {line[0].split()[0]: line for line in lines if any(line[1:])}
+    if absent := [word for word in wanted if word not in known]:
+        raise unknown("line", absent[0], known, name)
+    shown = [known[word] for word in wanted] or [line for line in lines if any(line[1:])]
+    filled = [i for i in range(len(head)) if any(line[i] for line in shown)]
+    return grid_markdown([[line[i] for i in filled] for line in (head, *shown)])
 
 
 def yamls(group: str) -> str:
