@@ -219,11 +219,11 @@ def together(seeds: Sequence[Mapping[Any, float]]) -> tuple[list[Any], list[list
 
 
 def bands(axes: Axes, arms: Mapping[str, Mapping[int, tuple[float, float, float]]], x: str, y: str) -> None:
-    """Draw one line per arm with a point at every value, in a band.
+    """Draw one line per arm over the tested lengths, in a band.
 
     Args:
         axes: to draw on.
-        arms: by name, at each value along x the value, the lower and the upper end of the band.
+        arms: by name, at each length in tokens the value, the lower and the upper end of the band.
         x, y: labels of the axes, with units.
     """
     names = named(arms)
@@ -233,6 +233,7 @@ def bands(axes: Axes, arms: Mapping[str, Mapping[int, tuple[float, float, float]
         how: dict[str, Any] = {"color": style.colour, "linestyle": style.line, "marker": style.marker}
         axes.plot(across, middle, label=names[arm], linewidth=1.4, markersize=3.5, **how)
         axes.fill_between(across, low, high, color=style.colour, alpha=0.18, linewidth=0)
+    _by_length(axes, {length for points in arms.values() for length in points})
     finish(axes, x, y, **_beside(names))
 
 
@@ -285,8 +286,6 @@ def lengths(
         x, y: labels of the axes, with units.
         top: the highest possible value; the lowest is 0. By task: one that is not in it has a logarithmic axis.
     """
-    from matplotlib.ticker import NullFormatter
-
     for axes in panels[len(tasks) :]:
         axes.set_visible(False)
     panels = panels[: len(tasks)]
@@ -302,10 +301,7 @@ def lengths(
         for line in axes.get_lines():
             line.set_marker(styles(named(arms).values())[str(line.get_label())].marker)
             line.set_markersize(4)
-        ticks = sorted({length for seeds in arms.values() for seed in seeds for length in seed})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [length_text(tick) for tick in ticks])
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        _by_length(axes, {length for seeds in arms.values() for seed in seeds for length in seed})
         axes.set_title(task, fontsize=9)
         legend = axes.get_legend()
         if legend:
@@ -319,6 +315,17 @@ def lengths(
     made.set_figheight(made.get_figheight() + 0.15 * (rows * max(map(len, lines)) - 1))  # for more than one line of it
     how: dict[str, Any] = {"loc": "outside lower center", "ncols": columns}
     made.legend(handles, names, frameon=False, fontsize=SMALL, **how)
+
+
+def _by_length(axes: Axes, lengths: Iterable[int]) -> None:
+    """Give the x axis a logarithmic scale with a tick at each length, at most eight of them."""
+    from matplotlib.ticker import NullFormatter
+
+    ticks = sorted(lengths)
+    ticks = ticks[:: -(-len(ticks) // 8)]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [length_text(tick) for tick in ticks])
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def quantities(points: Mapping[str, Mapping[str, Sequence[Mapping[int, float]]]]) -> Figure:

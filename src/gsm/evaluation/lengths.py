@@ -30,11 +30,11 @@ from gsm.evaluation.checkpoints import Trained
 from gsm.evaluation.held_out import WHOLE, HeldOut, open_data, read_documents
 from gsm.evaluation.losses import row_losses
 from gsm.evaluation.measure import Measure
-from gsm.evaluation.records import Arms, Measured, Progress, Record, mean, minus, over_units, pivot, silent
+from gsm.evaluation.records import Arms, Measured, Progress, Record, difference, mean, minus, over_units, pivot, silent
 from gsm.intervals import over_seeds
 from gsm.models.base import LanguageModel
 from gsm.models.checks import IGNORED
-from gsm.tables import Grid
+from gsm.tables import Grid, length_text
 
 PAPERS_LONGEST = 65536
 Window = Mapping[str, Tensor]
@@ -157,15 +157,18 @@ class Lengths(Measure):
         ]
 
     def picture(self, arms: Arms) -> bytes:
-        """Draw perplexity against length, a panel for each treatment of documents."""
+        """Draw what context changes: the loss minus that of the same targets at the shortest length, a panel for each
+        treatment of documents. Windows differ far more than lengths do, so the bands are of paired differences."""
         figure, panels = plots.figure(columns=len(self.documents), width=4.4, height=3.2)
         for axes, documents in zip(panels, self.documents, strict=True):
-            lines = {
-                arm: {n: _interval([one.where(**self._scored(documents, n)) for one in seeds]) for n in self.lengths}
-                for arm, seeds in ((arm, seeds.values()) for arm, seeds in arms.items())
-            }
-            plots.bands(axes, lines, "tokens of context and targets", "perplexity of the same targets")
-            axes.set_title(documents, fontsize=9)
+            lines: dict[str, dict[int, tuple[float, float, float]]] = {}
+            for arm, seeds in arms.items():
+                losses = {n: [one.where(**self._scored(documents, n)) for one in seeds.values()] for n in self.lengths}
+                changes = {n: difference(losses[self.lengths[0]], losses[n], ["window"]) for n in self.lengths}
+                lines[arm] = {n: (change.difference, change.low, change.high) for n, change in changes.items()}
+            y = f"loss minus that at {length_text(self.lengths[0])} tokens\n(nats a target; 95 % over windows)"
+            plots.bands(axes, lines, "tokens of context and targets", y if axes is panels[0] else "")
+            axes.set_title(documents.replace("_", " "), fontsize=9)
         return plots.png(figure)
 
     def metrics(self, measured: Measured) -> dict[str, Any]:
@@ -245,13 +248,8 @@ def score(model: LanguageModel, window: Window, length: int, scored: int, *, who
 
 def _perplexity(seeds: Sequence[Sequence[Record]]) -> str:
     """Return a perplexity with its interval over windows."""
-    middle, low, high = _interval(seeds)
+    middle, low, high = map(math.exp, over_units(seeds))
     return f"{middle:.4f} [{low:.4f}, {high:.4f}]"
-
-
-def _interval(seeds: Sequence[Sequence[Record]]) -> tuple[float, float, float]:
-    middle, low, high = over_units(seeds)
-    return math.exp(middle), math.exp(low), math.exp(high)
 
 
 def _check(windows: Sequence[Window], lengths: Sequence[int], scored: int, chunk: int) -> None:
