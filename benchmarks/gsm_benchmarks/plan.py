@@ -292,7 +292,8 @@ def run(
     costs = {model.name: known_cost(model, size) for model in chosen}
     sections = (
         "# Computed: a token at any length, and memory of large runs",
-        f"**Everything here is computed, nothing measured**, by `{shlex.join(['python', *sys.argv])}`; "
+        "Look up how many GPUs a run needs, and what a token costs. **Every number is computed, not measured**, by "
+        f"`{shlex.join(['python', *sys.argv])}`; "
         "`benchmarks/gsm_benchmarks/plan.py` has the formulas, `configs/benchmark/plan.yaml` the assumptions: "
         f"{assumptions}.",
         "## A token",
@@ -301,12 +302,12 @@ def run(
         f"Lengths, in tokens, up to {max(contexts):,}, at which GSM needs less:",
         table(("than", *COMPARED), _crossing_cells(costs, max(contexts))),
         "## Training on many GPUs",
-        "GSM; GiB of a GPU without recomputation, and with it in brackets:",
+        "GSM; GiB of a GPU, and in brackets with `model.recompute=true`:",
         table(RUN, [_run_cells(name, n, assumed) for name in sizes for n in gpus]),
         _checked(assumed),
         "`float32 gathered` stands for `trainer=fsdp trainer.strategy.gathered=null`. Where a step has several "
         "batches, each GPU keeps whole gradients until the last of them "
-        "(`trainer.strategy.average_each_batch=true`: none).",
+        "(`trainer.strategy.average_each_batch=true` saves them).",
         "## Long sequences, divided",
         "GSM with FSDP2, weights gathered in bfloat16, recomputed: one sequence on the least power of two of GPUs on "
         "which it fits ([how](distributed.md#sequences-divided-among-devices)):",
