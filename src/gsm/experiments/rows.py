@@ -76,7 +76,7 @@ FACTS = (
     *("corpus", "corpus_sha256", "optimizer", "learning_rate", "steps", "tokens", "parameters", "seconds"),
     *("device", "versions", "fingerprint.documents", "fingerprint.tokenizer"),
 )
-SETTINGS = ("corpus_sha256", "learning_rate", "optimizer", "steps")  # facts in which the seeds of an arm are alike
+SETTINGS = ("corpus_sha256", "learning_rate", "optimizer", "steps", "tokens")  # facts in which the seeds of an arm are alike
 LOCAL = ("logs=", "jobs=", *(f"{key}=null" for key in SEVERAL))  # where a run lies, and who started it
 ABOVE = re.compile(r"^start_from=/.*/(?=logs/)")  # the machine's part of the path of a checkpoint
 BITS, SUMS = "/bits_per_byte", "/by_document"  # of an evaluation: its number, and nats and bytes of every document
@@ -227,7 +227,7 @@ def runs(path: Path, split: str = "validation", logs: Path | None = None) -> lis
             newest[key] = place, line
     known = []
     for (arm, seed), (place, line) in newest.items():
-        facts = SETTINGS[:-1] if line.get("reason") else SETTINGS  # a callback has ended it: its steps are a result
+        facts = SETTINGS[:-2] if line.get("reason") else SETTINGS  # a callback has ended it: its steps are a result
         settings = {name: line[name] for name in facts if name in line}
         known.append(RunSummary(arm, int(seed), place, _nested(line), settings=settings))
     return [run for run in known if run.finished]
