@@ -53,7 +53,7 @@ class Stage(LatentAttention):
 
     Args:
         dim_in: width of u (U).
-        shape: shared widths.
+        shape: widths that all attention layers share.
         window: window of the encoder layer in tokens (W).
         rope: rotary embedding of that layer.
         retriever: selects the bank entries.
@@ -113,7 +113,7 @@ class Aggregation(nn.Module):
 
     Args:
         layers: number of each stage's encoder layer, counted from 1; [] for no stages.
-        shape: shared widths.
+        shape: widths that all attention layers share.
         window: window of the encoder layers in tokens (W).
         top_k: bank entries that a retriever selects (K).
         ratio: tokens per bank entry (m).
