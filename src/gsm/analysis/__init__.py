@@ -1,19 +1,19 @@
-"""Tools to look into a trained model: the content of its state, the sources of it, and the effect of removing it.
+"""Tools to analyse a trained model: what its state contains, where this comes from, and what happens without it.
 
-    rollout          which source positions reach each entry of the state, and by which way, from attention alone
-    attribution      the same from gradients and from replaced tokens, and how well the three agree
-    interventions    a model without some entries, bank slots or a stage's retrieval, inside a ``with`` block
-    patching         which layer, stage, slot and entry carries an answer, by parts of one call put into another
-    lens             what the model would say after each layer, and what each part adds to a logit
-    needles          where needles lie, how many are answered by depth and length, and which removals break an answer
-    probes           how well a linear map still reads a token from some distance back, with a shuffled control
-    attention        where attention goes: over a text, over the state, how far back, and to sinks
-    overlap          the share of the stages' selection that the encoder selects too
-    state            properties of the shared state: its entries, their lengths and cosines, its effective rank
-    figures          small functions that draw all of this on given axes
+    rollout          from attention weights: which positions reach each entry of the state, and by which stage
+    attribution      the same from gradients and from replaced tokens, and how well the three methods agree
+    interventions    run a model without some state entries, bank slots or a stage's retrieval
+    patching         activation patching: which layers, stages, slots and entries carry an answer
+    lens             the prediction after each layer, and what each part of the model adds to a logit
+    needles          needle questions: accuracy by depth and length, and which removals break an answer
+    probes           how well a linear map decodes earlier tokens from the state, with a shuffled control
+    attention        where attention goes: over a text, over the state, by distance, and to sinks
+    overlap          the fraction of the stages' selections that the encoder selects too
+    state            properties of the shared state: its entries, their norms and cosines, its effective rank
+    figures          functions that draw all of this on given axes
 
-Every function takes a model and tokens and gives tensors or small dataclasses; none needs Lightning or Hydra. The
-notebooks 01 to 10 use these functions.
+The functions take a model and tokens, or a recording of a call (``gsm.record``), and return tensors or small
+dataclasses. They need neither Lightning nor Hydra. The notebooks 01 to 10 use them.
 """
 
 from __future__ import annotations

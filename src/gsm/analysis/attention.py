@@ -1,5 +1,7 @@
-"""Where attention goes, from taps: over the positions of a text and the entries of the state, how far back layers and
-stages look, and the share of the sinks. ``gsm.analysis.overlap`` has the selection that stages and encoder share.
+"""Where attention goes, from recorded attention weights: over the positions of a text and the entries of the state, by
+distance, and to the sinks. ``gsm.analysis.overlap`` compares the selections of stages and encoder.
+
+A recording ``seen`` is the result of ``with gsm.record(...) as seen``: tensors by the name of their tap.
 
 B sequences, T positions, R rows, H heads, W window entries, K selected slots, E weights of a row, L layers, N entries
 of all rows, D distances.
@@ -28,10 +30,10 @@ from gsm.slots.state_reader.base import StateAttention
 def attention_map(
     model: LanguageModel, seen: Recording, name: str, sequence: int = 0, head: int | None = None
 ) -> Tensor:
-    """How much every row looks at every position of a sequence, float [R, T]: of one head, or the mean over heads.
+    """Return the attention weight of every row on every position of a sequence, float [R, T].
 
-    The weight of a bank entry is divided evenly among its tokens; entries of the state that one position has written
-    are added up. Each row sums to at most 1; the rest, if any, is the sink's weight. Arguments as of
+    The weight of a bank entry is divided evenly among its tokens, and the weights of all state entries of one position
+    are added. Each row sums to at most 1; the rest is the sink's weight. Arguments and errors are those of
     ``attention_parts``.
     """
     near_RT, far_RT = attention_parts(model, seen, name, sequence, head)
@@ -41,28 +43,29 @@ def attention_map(
 def attention_parts(
     model: LanguageModel, seen: Recording, name: str, sequence: int = 0, head: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The same in two maps: one for single tokens (in GSM's decoder, the state's entries), one for the bank.
+    """Return the attention weights of ``attention_map`` in two maps [R, T]: on single tokens (in GSM's decoder, on the
+    state's entries), and on the bank.
 
     Args:
-        model: the model that was recorded.
-        seen: one call without a memory, on documents from their beginnings (``position``, ``<name>/weights``, and
-            ``<name>/top_k`` where a bank is read).
-        name: ``encoder/<l>``, ``stage/<s>`` or ``decoder/<l>``; in NSA ``decoder/<l>/selected`` and so on.
-        sequence: which of the batch.
-        head: which head, from 0; None: the mean over heads.
+        model: the recorded model.
+        seen: a recording of one call without a memory, on documents from their beginnings (``position``,
+            ``<name>/weights``, and ``<name>/top_k`` if a bank is read).
+        name: ``encoder/<l>``, ``stage/<s>`` or ``decoder/<l>``; for NSA ``decoder/<l>/selected`` and so on.
+        sequence: index of the sequence in the batch.
+        head: index of the head; None: the mean over heads.
 
     Raises:
-        KeyError: the attention has no recorded weights; the error lists the recorded taps.
-        ValueError: there is no such head, or the model has no attention of that name.
+        KeyError: if the weights were not recorded; the message lists the recorded taps.
+        ValueError: if there is no such head, or no attention with this name.
     """
     weight_RHE, length = seen[f"{name}/weights"][sequence], seen["position"].shape[1]
     if head is not None and not 0 <= head < weight_RHE.shape[1]:
-        raise ValueError(f"head must be one of the attention's, in [0, {weight_RHE.shape[1] - 1}], got {head}")
+        raise ValueError(f"head must be in [0, {weight_RHE.shape[1] - 1}], the heads of {name}, got {head}")
     weight_RE = weight_RHE.mean(dim=1) if head is None else weight_RHE[:, head]
     rows, chosen_BRK = weight_RE.shape[0], seen.get(f"{name}/top_k")
     near_RT, far_RT = weight_RE.new_zeros(2, rows, length)
     part = attention_of(model, name)
-    if isinstance(part, RangeAttention):  # a weight for each token, or in NSA for each compressed block, and no sink
+    if isinstance(part, RangeAttention):  # no sink; a weight for each token, or in NSA for each compressed block
         if isinstance(part, NSA) and name.endswith("/compressed"):
             block_RF = torch.arange(weight_RE.shape[1], device=weight_RE.device).expand(rows, -1)
             return near_RT, _spread(far_RT, weight_RE, block_RF, part.block, seen["position"][sequence])
@@ -78,7 +81,7 @@ def attention_parts(
 
 
 def _spread(map_RT: Tensor, weight_RK: Tensor, slot_RK: Tensor, ratio: int, position_T: Tensor) -> Tensor:
-    """Add the weights of slots to their tokens, in equal shares; a slot of -1 is none."""
+    """Add the weight of each slot to its tokens, in equal shares; -1 is no slot."""
     start_F = _starts(position_T[None], ratio)[0]
     if not len(start_F):
         return map_RT
@@ -90,17 +93,21 @@ def _spread(map_RT: Tensor, weight_RK: Tensor, slot_RK: Tensor, ratio: int, posi
 
 
 def attention_of(model: LanguageModel, name: str) -> nn.Module:
-    """Return the attention of the model with this prefix of its taps. Raises ValueError, naming those it has."""
+    """Return the attention module whose taps begin with ``name``.
+
+    Raises:
+        ValueError: if there is none; the message lists the names of all.
+    """
     parts = {part.name: part for part in model.modules() if isinstance(part, (LatentAttention, RangeAttention))}
     found = parts.get(name) or parts.get(name.rpartition("/")[0])
     if found is None:
-        raise ValueError(f"name must be of an attention of the model, {', '.join(parts) or 'none'}, got {name!r}")
+        raise ValueError(f"name must be that of an attention ({', '.join(parts) or 'there is none'}), got {name!r}")
     return found
 
 
 def slot_starts(model: GSM, position_BT: Tensor) -> Tensor:
-    """The place in the sequence of the first token of each slot of a bank, int64 [B, F]; the slot holds that token and
-    those up to ``encoder_ratio``. Negative for slots that a sequence does not use.
+    """Return the index in the sequence of the first token of each slot of a bank, int64 [B, F]; negative for unused
+    slots. A slot holds ``encoder_ratio`` consecutive tokens.
 
     Args:
         model: any GSM.
@@ -114,39 +121,46 @@ def _starts(position_BT: Tensor, ratio: int) -> Tensor:
 
 
 def entries_back(model: LanguageModel, name: str, entries: int) -> Tensor:
-    """Return the number of positions between a row and each entry that its attention sees outside of the bank, int64
-    [W]. In a decoder layer of GSM, the state's entries come first, then the entries of its own window."""
+    """Return how many positions before the row each entry of its window, or of the state, was written, int64 [W].
+
+    In a GSM decoder layer, the state's entries come first, then those of the layer's window, if it has one.
+
+    Args:
+        model: any model.
+        name: name of the attention, as in ``attention_parts``.
+        entries: number of these entries (W).
+    """
     part = attention_of(model, name)
     own, each = own_entries(model, name), part.slots if isinstance(part, StateAttention) else 1
     return torch.cat([torch.arange(entries - own - 1, -1, -1) // each, torch.arange(own - 1, -1, -1)])
 
 
 def own_entries(model: LanguageModel, name: str) -> int:
-    """Return the number of entries, the last ones outside of the bank, that belong to a decoder layer's own window and
-    not to GSM's state; 0 for other attentions."""
+    """Return the number of entries of a GSM decoder layer's window, which follow those of the state; 0 for other
+    attentions."""
     part = attention_of(model, name)
     return part.own_size if isinstance(part, StateAttention) else 0
 
 
 def decoder_layers(model: GSM) -> range:
-    """Return the numbers of the decoder's layers; the encoder has the lower numbers."""
+    """Return the numbers of the decoder layers, which follow those of the encoder layers."""
     return range(model.geometry.encoder_layers + 1, model.geometry.depth + 1)
 
 
 def decoder_attention(model: GSM, seen: Recording) -> Tensor:
-    """Return ``decoder_heads`` as a mean over heads, [L, E]."""
+    """Return the mean over heads of ``decoder_heads``, [L, E]."""
     return decoder_heads(model, seen).mean(dim=1)
 
 
 def decoder_heads(model: GSM, seen: Recording, row: int | None = None) -> Tensor:
-    """Return the weights of the decoder's heads on the state, float32 [L, H, E]. A layer that reads fewer entries than
-    others has NaN for the older ones.
+    """Return the attention weights of each decoder layer and head on the state, float32 [L, H, E]; the last column is
+    the sink. A layer that reads fewer entries than others has NaN for the older ones.
 
     Args:
-        model: the model that was recorded.
-        seen: one call without a memory (``position``, ``decoder/*/weights``).
-        row: a row of the first sequence, from the end where below 0; None: the mean over all rows that see a whole
-            state, or if none does, over all but padding.
+        model: the recorded model.
+        seen: a recording of one call without a memory (``position``, ``decoder/*/weights``).
+        row: index of a row of the first sequence, may be negative; None: the mean over all rows that see a full state,
+            or if there is none, over all rows except padding.
     """
     means = []
     for layer in decoder_layers(model):
@@ -162,7 +176,8 @@ def decoder_heads(model: GSM, seen: Recording, row: int | None = None) -> Tensor
 
 
 def names_of(model: GSM) -> list[str]:
-    """All attentions in the order of the computation: ``encoder/1`` .., ``stage/1`` .., ``decoder/5`` .."""
+    """Return the names of all attentions in the order of computation: ``encoder/1``, ..., ``stage/1``, ...,
+    ``decoder/5``, ..."""
     recurrent = with_recurrences(model)
     encoder = [f"encoder/{layer}" for layer, _ in enumerate(model.encoder, 1) if layer not in recurrent]
     stages = [f"stage/{stage}" for stage, _ in enumerate(model.aggregation, 1)]
@@ -170,15 +185,19 @@ def names_of(model: GSM) -> list[str]:
 
 
 def with_recurrences(model: GSM) -> list[int]:
-    """Return the encoder layers that have a recurrence or another mixer in place of attention
+    """Return the numbers of the encoder layers with a recurrence or another mixer instead of sparse attention
     (``model/encoder_layer``)."""
     layers = enumerate(model.encoder, 1)
     return [layer for layer, block in layers if not isinstance(block.attention, LatentAttention)]
 
 
 def sinks(model: GSM, seen: Recording) -> dict[str, Tensor]:
-    """Return the share that every head of every attention leaves to its sink, by name, float [H]: the mean over rows,
-    without padding. It needs a recorded call (``position``, ``*/weights``)."""
+    """Return the mean weight of the sink of every head, [H], by the name of the attention.
+
+    Args:
+        model: the recorded model.
+        seen: a recording of one call (``position``, ``*/weights``). Padding is left out.
+    """
     sinks = {}
     for name in names_of(model):
         weight_BRHE = seen[f"{name}/weights"]
@@ -188,15 +207,15 @@ def sinks(model: GSM, seen: Recording) -> dict[str, Tensor]:
 
 
 def by_distance(model: GSM, seen: Recording, name: str, edges: Tensor) -> Tensor:
-    """Return the weight on entries by their distance from the row, in tokens, float [D]: a mean over rows and heads.
-    It sums to less than 1, and the rest is the sink's weight.
+    """Return the attention weight by distance in tokens from the row, float [D]: the mean over rows and heads. It sums
+    to less than 1; the rest is the sink's weight.
 
     Args:
-        model: the model that was recorded.
-        seen: one call without a memory, on one document a sequence (``position``, ``<name>/weights``,
-            ``<name>/top_k``).
+        model: the recorded model.
+        seen: a recording of one call without a memory, with one document per sequence (``position``,
+            ``<name>/weights``, ``<name>/top_k``).
         name: ``encoder/<l>``, ``stage/<s>`` or ``decoder/<l>``.
-        edges: int64 [D], ascending from 0: distance d belongs to the last edge that is not above it.
+        edges: int64 [D], lower bounds of the distances, ascending from 0; the last bin has no upper bound.
     """
     weight_BRE, chosen_BRK = seen[f"{name}/weights"].mean(dim=2), seen.get(f"{name}/top_k")
     slots = 0 if chosen_BRK is None else chosen_BRK.shape[2]
@@ -213,8 +232,12 @@ def by_distance(model: GSM, seen: Recording, name: str, edges: Tensor) -> Tensor
 
 
 def selections(model: GSM, seen: Recording) -> dict[int, Tensor]:
-    """By stage, how many tokens before its row every selected entry begins, int64 [B, R, K], -1 for none; of a call
-    without a memory."""
+    """Return, by stage, how many tokens before its row each selected entry begins, int64 [B, R, K]; -1 for none.
+
+    Args:
+        model: the recorded model.
+        seen: a recording of one call without a memory (``position``, ``stage/<s>/top_k``).
+    """
     ratio, distances = model.geometry.encoder_ratio, {}
     for stage in range(1, len(model.aggregation.layers) + 1):
         chosen_BRK = seen.get(f"stage/{stage}/top_k")
@@ -228,19 +251,20 @@ def selections(model: GSM, seen: Recording) -> dict[int, Tensor]:
 
 
 def selected_distances(model: GSM, seen: Recording) -> dict[int, Tensor]:
-    """The same without the places of rows and slots that hold none, int64 [N]."""
+    """Return the distances of ``selections`` of all rows in one list, without -1, int64 [N], by stage."""
     return {stage: back_BRK[back_BRK >= 0] for stage, back_BRK in selections(model, seen).items()}
 
 
 def selected_weights(model: GSM, seen: Recording, rows: int) -> dict[int, Tensor]:
-    """Return the weights of the last rows of the first sequence on their selected entries, by stage, float [R, T] over
-    the sequence. A weight is the mean over heads; the weight of an entry stands at each of its tokens. It is NaN at
-    tokens not selected.
+    """Return the weights of the last rows of the first sequence on their selected entries, float [R, T], by stage.
+
+    A weight is the mean over heads. Every token of an entry gets the weight of the entry; tokens that are not selected
+    get NaN.
 
     Args:
-        model: the model that was recorded.
-        seen: one call without a memory (``position``, ``stage/<s>/top_k`` and ``stage/<s>/weights``).
-        rows: number of rows.
+        model: the recorded model.
+        seen: a recording of one call without a memory (``position``, ``stage/<s>/top_k``, ``stage/<s>/weights``).
+        rows: number of rows (R).
     """
     length, maps = seen["position"].shape[1], {}
     for stage, back_BRK in selections(model, seen).items():
@@ -248,7 +272,7 @@ def selected_weights(model: GSM, seen: Recording, rows: int) -> dict[int, Tensor
         weight_RE = seen[f"stage/{stage}/weights"][0, -rows:].float().mean(dim=1)
         weight_RK = weight_RE[:, weight_RE.shape[1] - 1 - back_RK.shape[1] : -1]
         row_R1 = torch.arange(length - len(back_RK), length, device=back_RK.device)[:, None]
-        map_RT = weight_RE.new_full((len(back_RK), length + 1), torch.nan)  # the last column: slots that hold none
+        map_RT = weight_RE.new_full((len(back_RK), length + 1), torch.nan)  # the last column is for slots of -1
         for offset in range(model.geometry.encoder_ratio):
             place_RK = (row_R1 - back_RK + offset).where(back_RK >= 0, length)
             map_RT.scatter_(1, place_RK, weight_RK)

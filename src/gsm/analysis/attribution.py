@@ -1,11 +1,11 @@
-"""The origin of an entry of the state by three independent methods, and their agreement.
+"""Attribute an entry of the state to source positions by three methods, and compare them.
 
     rollout        attention weights multiplied through the layers               gsm.analysis.rollout
-    gradient       how z moves with the embedding of a position: || dz / dx ||, and || dz / dx x || (input x gradient)
-    intervention   how far z moves when the token there is another one
+    gradient       || dz / dx || for the embedding x of a position, and || dz / dx x || (input x gradient)
+    intervention   how far z moves if the token at a position is replaced
 
-The gradient sees no selection, because the choice of slots is not differentiable. The intervention sees every effect of
-a token; the other two are measured by it.
+z is the vector from which the entry is made. Gradients miss the effect of a token on the selection, which is not
+differentiable. The intervention measures every effect of a token, so the other two methods are compared with it.
 
 T positions, R rows that are examined, D model width, P random directions, N sources, A tokens of the alphabet, U
 different values.
@@ -25,22 +25,22 @@ from gsm.observe import record
 from gsm.shapes import promoted
 
 AT_ONCE = 16384  # tokens of all sequences read at a time
-WAYS = ("rollout", "gradient", "input_gradient")  # methods to compare with replaced tokens
+WAYS = ("rollout", "gradient", "input_gradient")  # methods that are compared with replaced tokens
 
 
 def gradient_attribution(
     model: GSM, token_T: Tensor, rows: Sequence[int], *, directions: int = 4
 ) -> tuple[Tensor, Tensor]:
-    """Return the slope of z of some rows: || dz / dx || (Frobenius) and || dz / dx x ||, float [R, T] each.
+    """Return || dz / dx || (Frobenius norm) and || dz / dx x ||, float [R, T] each, for z of some rows and the
+    embedding x of each position.
 
-    The Jacobian is sampled in random directions v of the output: the mean of || v dz/dx ||^2 over v is its squared
-    norm. One backward serves all rows and directions that are read at a time.
+    The norms are estimated with random directions v: the mean of || v dz/dx ||^2 over v is the squared norm.
 
     Args:
         model: any GSM.
         token_T: int64, one document.
-        rows: positions of z.
-        directions: P; the error of a norm falls with their square root.
+        rows: positions of z (R of them).
+        directions: number of random directions (P). The error of a norm falls with its square root.
     """
     row_N = torch.as_tensor(rows).repeat_interleave(directions).to(token_T.device)
     generator = torch.Generator().manual_seed(0)
@@ -63,14 +63,14 @@ def gradient_attribution(
 def replacement_attribution(
     model: GSM, token_T: Tensor, rows: Sequence[int], sources: Sequence[int], substitute_SN: Tensor
 ) -> Tensor:
-    """Return the movement of z of some rows when a token is replaced: the mean length of the difference, float [R, N].
+    """Return how far z of some rows moves if one token is replaced: the mean norm of the difference, float [R, N].
 
     Args:
         model: any GSM.
         token_T: int64, one document.
-        rows: positions of z.
-        sources: positions of the replaced tokens, one at a time.
-        substitute_SN: int64, the tokens in their place, S times in turn.
+        rows: positions of z (R of them).
+        sources: positions of the tokens to replace, one at a time (N of them).
+        substitute_SN: int64, the S substitutes of each, over which the mean is taken.
     """
     z_RD = z_of(model, token_T[None], rows)[0]
     moved_SNR = []
@@ -83,26 +83,26 @@ def replacement_attribution(
 
 
 def z_of(model: GSM, token_BT: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return z at some positions, [B, R, D], for sequences that are one document each."""
+    """Return z at some positions, [B, R, D], for sequences of one document each."""
     with model.evaluating(), record("state/z") as seen:
         model.forward(token_BT)
     return promoted(seen["state/z"][:, list(rows)])
 
 
 def spearman(first_N: Tensor, second_N: Tensor) -> float:
-    """Return the rank correlation of two lists, -1 to 1; equal values share the mean of their ranks. NaN for a constant
-    list."""
+    """Return Spearman's rank correlation, in [-1, 1]; equal values get the mean of their ranks. NaN if a list is
+    constant."""
     ranks_2N = torch.stack([_ranks(first_N), _ranks(second_N)])
     return float(torch.corrcoef(ranks_2N)[0, 1])
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Rank correlations with the movement of z when a token is replaced, for every row over the sources before it.
+    """How well each method agrees with replaced tokens: rank correlations over the sources up to each row.
 
     Attributes:
-        correlation_R: float64, the correlations by each of ``WAYS``.
-        attributed: the attribution by each of ``WAYS``, and ``replaced``, the movement: float [R, N].
+        correlation_R: float64 [R], the correlations, by each of ``WAYS``.
+        attributed: float [R, N], the attribution by each of ``WAYS``, and by ``replaced`` the movement of z.
     """
 
     correlation_R: dict[str, Tensor]
@@ -131,10 +131,10 @@ def agreement(
         model: any GSM.
         token_T: int64, one document.
         rows: positions of z.
-        sources: positions to replace; None: all up to the last row. Sources behind a row do not count for it.
-        alphabet: the substitutes, without the token itself; None: the whole vocabulary.
-        substitutes: number for each source.
-        directions: as of ``gradient_attribution``.
+        sources: positions to replace; None: all up to the last row. Sources after a row are left out for that row.
+        alphabet: tokens from which substitutes are drawn, other than the token itself; None: the whole vocabulary.
+        substitutes: number of substitutes for each source.
+        directions: as in ``gradient_attribution``.
     """
     sources = range(max(rows) + 1) if sources is None else sources
     alphabet_A = torch.as_tensor(list(range(model.vocabulary) if alphabet is None else alphabet))
@@ -162,7 +162,7 @@ def _row_by_row(first_RN: Tensor, second_RN: Tensor, rows: Sequence[int], source
 
 
 def _draw_others(alphabet_A: Tensor, token_N: Tensor, generator: torch.Generator) -> Tensor:
-    """Return for every token another token of the alphabet, drawn at random."""
+    """Return for every token a random other token of the alphabet."""
     other_NA = (alphabet_A != token_N.cpu()[:, None]).float()
     return alphabet_A[torch.multinomial(other_NA, 1, generator=generator)[:, 0]]
 

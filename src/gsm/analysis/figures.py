@@ -1,4 +1,7 @@
-"""Figures of the results of ``gsm.analysis``: each function draws on the axes of its caller (``gsm.plots.figure``)."""
+"""Draw the results of ``gsm.analysis`` on given axes (``gsm.plots.figure``).
+
+``words`` are always the tokens as text.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +27,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLUMNS = 512  # most columns of a map: more are not visible
-LETTERED = 40  # most columns of a map with tokens in its cells: in more, they would run into each other
+COLUMNS = 512  # largest number of columns of a map; more could not be distinguished
+LETTERED = 40  # largest number of columns with tokens written in the cells; with more, they would overlap
 BROUGHT_BACK = "of the answer, brought back"
-RIGHT: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}  # a legend beside the axes
-BARS = (6, 1, 0, 4, 2, 3, 5)  # colours of bars: black for the unchanged model
+RIGHT: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}  # a legend to the right of the axes
+BARS = (6, 1, 0, 4, 2, 3, 5)  # colours of bars; the first, black, is the unchanged model
 
 
 def route(axes: Axes, routes: Routes, row: int, needle: Sequence[int] = (), words: Sequence[str] = ()) -> None:
-    """Draw the sources of one row's entry of the state: a bar for each source position, a colour for each way.
-
-    The positions of a needle, ``needle``, get a mark above the bars. ``words`` are the tokens of the text.
-    """
+    """Draw the sources of one row's state entry: a bar for each source position, a colour for each way. The positions
+    ``needle`` get a mark above the bars."""
     below_T = torch.zeros_like(routes.share_STT[0, row])
     for name, style, share_TT in zip(routes.names, plots.styles(routes.names).values(), routes.share_STT, strict=True):
         share_T = share_TT[row]
@@ -62,8 +63,8 @@ def route_map(
     needle_places: Sequence[int] = (),
     words: Sequence[str] = (),
 ) -> None:
-    """Draw the sources of some rows' entries by one way: a line for each row, a column for each source position, all
-    ways on one scale (``colour_bar``). A mark above its cell stands at the needle of each row's question."""
+    """Draw the sources of some rows' state entries by one way: a line for each row, a column for each source position.
+    All ways have the same scale (``colour_bar``). A mark shows the needle of each row's question."""
     highest = float(routes.share_STT[:, list(rows)].max())
     share_RT = routes.share_STT[routes.names.index(way), list(rows)]
     axes.imshow(share_RT.cpu(), vmin=0, vmax=highest, aspect="auto", interpolation="nearest", cmap="Greys")
@@ -79,8 +80,8 @@ def route_map(
 
 
 def correlation(axes: Axes, agreement: Agreement, way: str = "rollout") -> None:
-    """Draw one attribution against the movement of z when a token is replaced: a dot for each pair of row and source,
-    both on logarithmic scales, without zeros."""
+    """Draw one attribution against the movement of z if the token is replaced: a dot for each pair of row and source,
+    on logarithmic scales; zeros are left out."""
     style = plots.styles(agreement.attributed)[way]
     attributed_N, moved_N = agreement.attributed[way].flatten(), agreement.attributed["replaced"].flatten()
     positive_N = (attributed_N > 0) & (moved_N > 0)
@@ -95,11 +96,12 @@ def attention(axes: Axes, map_RT: Tensor, title: str, words: Sequence[str] = (),
     Colours follow the square root of the weight, so that small weights are visible.
 
     Args:
-        axes: to draw on.
-        map_RT: ``attention.attention_map``.
-        title: of the picture.
-        words: the tokens, T of them; the rows are the last R.
-        highest: end of the colours; None: the map's ``bright_end``. Several maps need the same (``colour_bar``).
+        axes: the axes.
+        map_RT: result of ``attention.attention_map``.
+        title: title of the axes.
+        words: all T tokens as text; the rows are the last R of them.
+        highest: weight at the end of the colour scale; None: the map's ``bright_end``. Maps with one ``colour_bar``
+            need the same.
     """
     from matplotlib.colors import PowerNorm
 
@@ -112,22 +114,22 @@ def attention(axes: Axes, map_RT: Tensor, title: str, words: Sequence[str] = (),
 
 
 def bright_end(maps: Sequence[Tensor]) -> float:
-    """Return the weight at which the colours of some maps end: the 99th percentile of those above 0."""
+    """Return the weight for the end of the colour scale of some maps: the 99th percentile of the weights above 0."""
     weight_N = torch.cat([map_RT[map_RT > 0].flatten() for map_RT in maps])
     return float(weight_N.kthvalue(-(-99 * len(weight_N) // 100)).values) if len(weight_N) else 1.0
 
 
 def colour_bar(figure: Figure, panels: Sequence[Axes], label: str, **options: Any) -> None:
-    """Draw one colour bar for all panels, whose pictures have one scale."""
+    """Draw one colour bar for several panels, which must have the same scale."""
     bar = figure.colorbar(panels[0].images[0], ax=list(panels), aspect=30, pad=0.02, **options)
     bar.ax.tick_params(labelsize=SMALL - 1)
     bar.set_label(label, fontsize=SMALL)
 
 
 def selection(axes: Axes, map_RT: Tensor, title: str = "") -> None:
-    """Draw the selection of the last rows of a sequence from its history (``attention.selected_weights``): a line for
-    each row, a column for each token (in a long sequence, the highest of several), grey where nothing is selected; the
-    dashed line is the row itself."""
+    """Draw the weights of rows on their selected entries (``attention.selected_weights``): a line for each row, a
+    column for each token (in a long sequence, for the highest of several tokens). Tokens that are not selected are
+    grey; the dashed line is the row itself."""
     rows, length = map_RT.shape
     width = -(-length // COLUMNS)
     whole_RT = torch.nn.functional.pad(map_RT.nan_to_num(0.0), (0, -length % width))
@@ -147,35 +149,35 @@ def state_read(
     title: str = "",
     highest: float | None = None,
 ) -> None:
-    """Draw attention to the state: a line for each of ``rows`` (layers, or tokens one after another), a column for each
-    entry that a decoder layer sees, by its distance in tokens before the row's own entry, and then the sink.
+    """Draw attention to the state: a line for each of ``rows`` (layers, or tokens), a column for each entry that a
+    decoder layer sees, by its distance in tokens, and a column for the sink.
 
     Args:
-        axes: to draw on.
-        weight_YE: weights; a line sums to 1.
-        back_W: as of ``attention.entries_back``, one less than E.
-        rows: their numbers, ascending by 1.
-        y: their name.
-        title: of the picture.
-        highest: end of an even scale from 0 (``colour_bar``); None: the logarithmic one of ``weight_scale``.
+        axes: the axes.
+        weight_YE: weights; each line sums to 1.
+        back_W: distances of ``attention.entries_back``; W is E - 1.
+        rows: numbers of the lines, ascending by 1.
+        y: label of the lines.
+        title: title of the axes.
+        highest: end of a linear scale from 0 (``colour_bar``); None: the logarithmic scale of ``weight_scale``.
     """
     from matplotlib.ticker import MaxNLocator
 
     entries = len(back_W)
-    wide = max(1, entries // 12)  # the sink, so that it can be seen beside many entries
+    wide = max(1, entries // 12)  # width of the sink's column, so that it is visible beside many entries
     ends = (-0.5, entries + wide - 0.5, rows[-1] + 0.5, rows[0] - 0.5)
     _weights(axes, torch.cat([weight_YE[:, :-1], weight_YE[:, -1:].expand(-1, wide)], dim=1), ends, highest)
     axes.axvline(entries - 0.5, color="white", linewidth=1.5)
     step = max(1, entries // 3)
-    ticks = range(entries - 1 - step, 0, -step)  # a tick at the row's own would run into that of the sink
+    ticks = range(entries - 1 - step, 0, -step)  # none at the row's own entry, where it would overlap the sink's
     axes.set_xticks([*ticks, entries + (wide - 1) / 2], [*(str(int(back_W[tick])) for tick in ticks), "sink"])
     axes.yaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     finish(axes, "state entry (tokens back)", y, title)
 
 
 def weight_scale(figure: Figure, panels: Sequence[Axes]) -> None:
-    """Draw one colour bar for all panels of ``selection`` and ``state_read``, the same in every picture: from 0.1 % to
-    all, logarithmic."""
+    """Draw one colour bar for all panels of ``selection`` and ``state_read``: logarithmic, from 0.1 % to 100 % in every
+    figure."""
     bar = figure.colorbar(panels[0].images[0], ax=list(panels), extend="min", aspect=30, pad=0.02)
     bar.set_ticks([0.001, 0.01, 0.1, 1], labels=["0.1 %", "1 %", "10 %", "100 %"])
     bar.ax.minorticks_off()
@@ -187,15 +189,16 @@ def state_heads(
     axes: Axes, weight_LHE: Tensor, back_W: Tensor, layers: Sequence[int], words: Sequence[str] = (), title: str = ""
 ) -> None:
     """Draw each head's attention to the state: a line for each head, layer by layer, a column for each entry, by its
-    distance in tokens, and then the sink. Colours follow the square root of the weight, from 0 to 1 in every picture.
+    distance in tokens, and a column for the sink. Colours follow the square root of the weight, from 0 to 1 in every
+    figure.
 
     Args:
-        axes: to draw on.
-        weight_LHE: ``attention.decoder_heads``.
-        back_W: as of ``attention.entries_back``, one less than E.
-        layers: their numbers.
-        words: of one row, the tokens that the entries were written at; empty: distances.
-        title: of the picture.
+        axes: the axes.
+        weight_LHE: result of ``attention.decoder_heads``.
+        back_W: distances of ``attention.entries_back``; W is E - 1.
+        layers: numbers of the layers.
+        words: for a single row, the tokens at which the entries were written; empty: distances are shown.
+        title: title of the axes.
     """
     from matplotlib.colors import PowerNorm
 
@@ -214,14 +217,15 @@ def state_heads(
 
 
 def lens(axes: Axes, lens: Lens, words: Sequence[str], best: Sequence[Sequence[str]] = (), title: str = "") -> None:
-    """Draw a logit lens: a line for each layer, the last on top, a column for each row, the probability of its target.
+    """Draw the probability of the target by a logit lens: a line for each layer, the last on top, a column for each
+    row.
 
     Args:
-        axes: to draw on.
-        lens: of ``lens.logit_lens``.
-        words: the targets.
-        best: the likeliest token in every cell, written into it where there are at most ``LETTERED`` rows.
-        title: of the picture.
+        axes: the axes.
+        lens: result of ``lens.logit_lens``.
+        words: the targets as text.
+        best: the likeliest token of every cell, written into it if there are at most ``LETTERED`` rows.
+        title: title of the axes.
     """
     probability_LR = lens.log_probability_LR.exp().cpu().numpy()
     axes.imshow(probability_LR, vmin=0, vmax=1, origin="lower", aspect="auto", interpolation="nearest")
@@ -237,11 +241,11 @@ def lens(axes: Axes, lens: Lens, words: Sequence[str], best: Sequence[Sequence[s
 
 
 def lens_means(axes: Axes, lenses: Mapping[str, Lens]) -> None:
-    """Draw the mean log-probability of the targets by layer: a line for each model, or removal. Dotted lines are of
+    """Draw the mean log-probability of the targets by layer: a line for each model or removal. Dotted lines are for
     shuffled targets."""
     same = len({lens.places for lens in lenses.values()}) == 1
     longest = max((lens.places for lens in lenses.values()), key=len)
-    places = longest if same else [longest[0], *map(str, range(1, len(longest)))]  # layers have other names elsewhere
+    places = longest if same else [longest[0], *map(str, range(1, len(longest)))]  # names of layers differ by model
     for (name, lens), style in zip(lenses.items(), plots.styles(lenses).values(), strict=True):
         across, options = range(len(lens.places)), {"color": style.colour, "linewidth": 1.4}
         axes.plot(across, lens.log_probability_LR.mean(dim=1).cpu(), style.line, marker="o", label=name, **options)
@@ -258,8 +262,8 @@ def lens_means(axes: Axes, lenses: Mapping[str, Lens]) -> None:
 
 
 def contributions(axes: Axes, by_part: Mapping[str, Mapping[str, float]], label: str) -> None:
-    """Draw what each part adds to a logit: a row for each part, in the order of the computation, in it a bar for each
-    model or prompt (``lens.Attribution.by_part``)."""
+    """Draw what each part adds to a logit (``lens.Attribution.by_part``): a row for each part, in the order of
+    computation, with a bar for each model or prompt."""
     names = list(dict.fromkeys(part for parts in by_part.values() for part in parts))
     width = 0.8 / len(by_part)
     for number, (name, style) in enumerate(plots.styles(by_part).items()):
@@ -275,15 +279,15 @@ def contributions(axes: Axes, by_part: Mapping[str, Mapping[str, float]], label:
 def signed(
     axes: Axes, value_YX: Tensor, rows: Sequence[str], columns: Sequence[str], label: str, x: str = "", title: str = ""
 ) -> None:
-    """Draw signed numbers as colours, white at 0, red above, blue below, to the largest absolute value.
+    """Draw signed numbers as colours: white for 0, red above, blue below. The scale ends at the largest absolute value.
 
     Args:
-        axes: to draw on.
-        value_YX: what adds to a logit by layer and head or entry, or the share that a patch brings back.
-        rows, columns: names, such as layers and tokens.
-        label: of the colours.
+        axes: the axes.
+        value_YX: the numbers, such as contributions to a logit by layer and head, or shares restored by a patch.
+        rows, columns: names of the rows and columns, such as layers and tokens.
+        label: label of the colour bar.
         x: label of the columns.
-        title: of the picture.
+        title: title of the axes.
     """
     end = float(value_YX.nan_to_num().abs().max()) or 1.0
     axes.imshow(value_YX.cpu(), vmin=-end, vmax=end, cmap="RdBu_r", aspect="auto", interpolation="nearest")
@@ -295,8 +299,8 @@ def signed(
 
 
 def cosines(axes: Axes, cosine_EF: Tensor, words: Sequence[str], others: Sequence[str], title: str = "") -> None:
-    """Draw the cosines of two states' entries (``state.cosines``), -1 to 1; ``words`` and ``others`` are the tokens at
-    which they were written."""
+    """Draw the cosines of two states' entries (``state.cosines``), from -1 to 1. ``words`` and ``others`` are the
+    tokens at which the entries were written."""
     axes.imshow(cosine_EF.cpu(), vmin=-1, vmax=1, cmap="RdBu_r", aspect="auto", interpolation="nearest")
     plots.tokens(axes.yaxis, words)
     plots.tokens(axes.xaxis, others)
@@ -306,8 +310,7 @@ def cosines(axes: Axes, cosine_EF: Tensor, words: Sequence[str], others: Sequenc
 
 
 def parts(axes: Axes, share_SR: Tensor, rows: Sequence[int], title: str = "") -> None:
-    """Draw the parts of each row's z (``rollout.parts_of_state``): the encoder's, and each stage's, one upon the
-    other."""
+    """Draw the shares of the encoder and of each stage in z of each row (``rollout.parts_of_state``), stacked."""
     names = ["encoder", *(f"stage {stage}" for stage in range(1, len(share_SR)))]
     means = share_SR.mean(dim=1).tolist()
     labels = [f"{name}, mean {mean:.0%}" for name, mean in zip(names, means, strict=True)]
@@ -319,8 +322,7 @@ def parts(axes: Axes, share_SR: Tensor, rows: Sequence[int], title: str = "") ->
 
 
 def shares(axes: Axes, states: Mapping[str, Mapping[str, float]], label: str) -> None:
-    """Draw the shares of each model's z (``state/share/<way>``), a row for each model, its ways one behind the
-    other."""
+    """Draw the mean shares in z (``state/share/<way>``): a stacked bar for each model."""
     ways = list(dict.fromkeys(name for facts in states.values() for name in facts if name.startswith("state/share/")))
     rows, ends = range(len(states), 0, -1), [0.0] * len(states)
     for way, style in plots.styles(ways).items():
@@ -335,8 +337,8 @@ def shares(axes: Axes, states: Mapping[str, Mapping[str, float]], label: str) ->
 
 
 def probes(axes: Axes, curves: Mapping[str, Mapping[int, Probe]]) -> None:
-    """Draw the accuracy of probes by distance, evenly spaced: a line for each recorded tensor. Dotted lines are of
-    shuffled labels; the grey line is chance."""
+    """Draw the accuracy of probes by distance: a line for each kind of features. Distances are evenly spaced. Dotted
+    lines are for shuffled labels; the grey line is chance."""
     ticks = sorted({distance for curve in curves.values() for distance in curve})
     for (name, curve), style in zip(curves.items(), plots.styles(curves).values(), strict=True):
         distances, results = list(curve), list(curve.values())
@@ -354,8 +356,8 @@ def probes(axes: Axes, curves: Mapping[str, Mapping[int, Probe]]) -> None:
 
 
 def needles(axes: Axes, needle_map: NeedleMap, title: str = "") -> None:
-    """Draw a needle map: a row for each length, a column for each depth, the fraction answered in each cell. A cell is
-    empty if no needle can lie there."""
+    """Draw the accuracy on needle questions: a row for each length, a column for each depth. A cell without needles is
+    empty."""
     axes.imshow(needle_map.accuracy_LD, vmin=0, vmax=1, aspect="auto", cmap="viridis")
     for row, column in needle_map.count_LD.nonzero().tolist():
         value = float(needle_map.accuracy_LD[row, column])
@@ -368,8 +370,8 @@ def needles(axes: Axes, needle_map: NeedleMap, title: str = "") -> None:
 
 
 def tests(axes: Axes, by_name: Mapping[str, NeedleTest], chance: float | None = None) -> None:
-    """Draw intervention tests side by side: the fraction answered with everything, without the attributed places, and
-    without the same number of others; a line at ``chance``."""
+    """Draw needle tests side by side: the fraction answered by the whole model, without the attributed places, and
+    without as many others, with a line at ``chance``."""
     parts = {
         "nothing removed": "whole",
         "attributed places": "without_attributed",
@@ -380,8 +382,8 @@ def tests(axes: Axes, by_name: Mapping[str, NeedleTest], chance: float | None = 
 
 
 def accuracies(axes: Axes, groups: Mapping[str, Mapping[str, Answers]], chance: float | None = None) -> None:
-    """Draw the fraction answered: a group of bars for each name, in it a bar for each intervention. All groups have the
-    same interventions. A line stands at ``chance``."""
+    """Draw the fraction answered: a group of bars for each name, with a bar for each intervention, and a line at
+    ``chance``. All groups must have the same interventions."""
     labels = list(next(iter(groups.values())))
     width = 0.8 / len(labels)
     for number, label in enumerate(labels):
@@ -401,8 +403,8 @@ def accuracies(axes: Axes, groups: Mapping[str, Mapping[str, Answers]], chance: 
 
 
 def shares_by_part(axes: Axes, models: Mapping[str, Mapping[str, float]]) -> None:
-    """Draw the share of an answer that each part of a model brings back by itself (``gsm.analysis.patching``): a row
-    for each part, in it a bar for each model."""
+    """Draw the share of an answer that patching each part restores (``gsm.analysis.patching``): a row for each part,
+    with a bar for each model."""
     parts, width = list(next(iter(models.values()))), 0.8 / len(models)
     for number, (label, shares) in enumerate(models.items()):
         values = [shares[part] for part in parts]
@@ -419,8 +421,8 @@ def shares_by_part(axes: Axes, models: Mapping[str, Mapping[str, float]]) -> Non
 
 
 def shares_by_place(axes: Axes, names: Mapping[str, Mapping[int, float]], axis_label: str) -> None:
-    """Draw the share of an answer that each place brings back by itself: a group of bars for each place, in it a bar
-    for each name."""
+    """Draw the share of an answer that patching each place restores: a group of bars for each place, with a bar for
+    each name."""
     width = 0.8 / len(names)
     for number, (label, shares) in enumerate(names.items()):
         places = [place + width * (number - (len(names) - 1) / 2) for place in shares]
@@ -432,7 +434,7 @@ def shares_by_place(axes: Axes, names: Mapping[str, Mapping[int, float]], axis_l
 
 
 def reach(axes: Axes, model: GSM, seen: Recording, names: Sequence[str], most: int) -> None:
-    """Draw the weight of some attentions by distance, in doubling steps up to ``most`` tokens."""
+    """Draw the weights of some attentions by distance, in bins of doubling width up to ``most`` tokens."""
     edges = torch.tensor([0, *(1 << power for power in range((most - 1).bit_length()))])
     labels = ["0", "1", *(f"{low:,}-{2 * low - 1:,}" for low in edges[2:].tolist())]
     for name, style in plots.styles(names).items():
@@ -444,7 +446,7 @@ def reach(axes: Axes, model: GSM, seen: Recording, names: Sequence[str], most: i
 
 
 def sink_bars(axes: Axes, model: GSM, seen: Recording) -> None:
-    """Draw the weight of each attention's sink: a bar for the mean over heads, a dot for each head."""
+    """Draw the weight of the sink of each attention: a bar for the mean over heads, a dot for each head."""
     weights = sinks(model, seen)
     colours = {"encoder": plots.COLOURS[0], "stage": plots.COLOURS[1], "decoder": plots.COLOURS[2]}
     for place, (name, weight_H) in enumerate(weights.items()):
@@ -466,7 +468,7 @@ def ranks(axes: Axes, values: Sequence[float], most: int) -> None:
 def _weights(
     axes: Axes, weight_YX: Tensor, extent: tuple[float, float, float, float], highest: float | None = None
 ) -> None:
-    """Draw weights in colours of one logarithmic scale, or an even one up to ``highest``; grey without a weight."""
+    """Draw weights as colours on a logarithmic scale, or on a linear one up to ``highest``; NaN is grey."""
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm, Normalize
 

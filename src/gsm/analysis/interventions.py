@@ -1,12 +1,12 @@
-"""A model without something, inside a ``with`` block: entries of the state, slots of the banks, a stage's retrieval.
+"""Run a model without some of its parts, inside a ``with`` block: state entries, bank slots or a stage's retrieval.
 
     with without_stage(model, 1):
-        model(tokens)                    # stage 1 brings nothing
+        model(tokens)                    # the increment of stage 1 is zero
     model(tokens)                        # as before
 
-A removed part becomes zeros: an entry of zeros gets a logit of 0 and adds nothing to its reader. The model itself is
-not changed: outside of the block, and after an exception, it computes as before. Blocks nest. Each is a patch of taps
-(``gsm.patch``) in the calls of one model; intervene on the model as it was before ``torch.compile``.
+A removed part is replaced by zeros. A zero entry still takes part in the softmax, with a logit of 0, but adds no value.
+The model is unchanged outside of the block, also after an exception. Blocks can be nested. They patch taps
+(``gsm.patch``), so call the model that was not passed to ``torch.compile``.
 
 B sequences, T positions, R rows, N answers.
 """
@@ -34,9 +34,9 @@ def without_entries(model: GSM, removed_BT: Tensor, *, start: bool = True) -> It
 
     Args:
         model: any GSM.
-        removed_BT: bool, over the positions of the calls inside of the block; these calls keep no memory.
-        start: whether the decoder of such a position also starts from zeros, with any ``decoder_start``. False: only
-            the state, which later rows read, lacks the entries, and the row keeps its z.
+        removed_BT: bool, True at positions to remove. Calls inside the block have these positions and no memory.
+        start: whether the decoder also starts from zeros at these positions, with any ``decoder_start``. If False, only
+            the state lacks the entries, and the decoder still starts from z.
     """
 
     def remove_entries(entry_BEC: Tensor) -> Tensor:
@@ -56,30 +56,30 @@ def without_entries(model: GSM, removed_BT: Tensor, *, start: bool = True) -> It
 
 
 def starts(model: GSM) -> tuple[str, str]:
-    """Return the names of the taps of what the decoder starts from: its streams, and what its first site reads."""
+    """Return the names of two taps of the first decoder layer: its residual streams, and their read-out."""
     first = next(iter(model.decoder)).name
     return f"{first}/streams", f"{first}/stream"
 
 
 def without_state(model: GSM) -> AbstractContextManager[None]:
-    """Remove all entries of the state, at all positions: each row keeps its own z, and reads nothing else."""
+    """Remove all entries of the state. The decoder still starts from z."""
     return patch(parts(model), torch.zeros_like, model)
 
 
 def without_stage(model: GSM, stage: int, removed_BT: Tensor | None = None) -> AbstractContextManager[None]:
-    """Remove the retrieval of a stage, for the writer and for the stages after it.
+    """Remove the increment of a stage, for the writer and for later stages.
 
     Args:
         model: a GSM with stages.
-        stage: its number, from 1.
-        removed_BT: bool, the positions of the calls; None: all positions.
+        stage: number of the stage, counted from 1.
+        removed_BT: bool, True at positions to remove; None: all positions.
 
     Raises:
-        ValueError: there is no such stage.
+        ValueError: if there is no such stage.
     """
     stages = len(model.aggregation.layers)
     if not 1 <= stage <= stages:
-        raise ValueError(f"stage must be one of the model's, in [1, {stages}], got {stage}")
+        raise ValueError(f"stage must be in [1, {stages}], the stages of the model, got {stage}")
 
     def remove_increment(increment_BRD: Tensor) -> Tensor:
         if removed_BT is None:
@@ -91,7 +91,7 @@ def without_stage(model: GSM, stage: int, removed_BT: Tensor | None = None) -> A
 
 @contextmanager
 def without_stages(model: GSM, removed_BT: Tensor | None = None) -> Iterator[None]:
-    """Remove the retrieval of all stages, as ``without_stage``."""
+    """Remove the increments of all stages; ``removed_BT`` as in ``without_stage``."""
     with ExitStack() as stack:
         for stage in range(1, len(model.aggregation.layers) + 1):
             stack.enter_context(without_stage(model, stage, removed_BT))
@@ -99,7 +99,7 @@ def without_stages(model: GSM, removed_BT: Tensor | None = None) -> Iterator[Non
 
 
 def ablations(model: GSM) -> dict[str, Callable[[], AbstractContextManager[None]]]:
-    """Return the parts to remove everywhere, by name: the state's entries, each stage's retrieval, all retrievals."""
+    """Return, by name, functions that remove a part at all positions: the state's entries, each stage, all stages."""
     ablated: dict[str, Callable[[], AbstractContextManager[None]]] = {"state": partial(without_state, model)}
     stages = range(1, len(model.aggregation.layers) + 1)
     ablated |= {f"stage {stage}": partial(without_stage, model, stage) for stage in stages}
@@ -109,13 +109,12 @@ def ablations(model: GSM) -> dict[str, Callable[[], AbstractContextManager[None]
 
 
 def without_slots(model: GSM, removed_BF: Tensor) -> AbstractContextManager[None]:
-    """Remove some slots of all banks of the encoder. Their latents become zeros for encoder layers, stages and
-    indexers.
+    """Remove some slots of all banks of the encoder: their entries are zeros for encoder layers, stages and indexers.
 
     Args:
         model: any GSM.
-        removed_BF: bool, over the slots that the calls inside of the block add; these calls keep no memory. With one
-            document in a sequence, slot f holds the tokens from f x ratio on. All other slots stay.
+        removed_BF: bool, True at slots to remove. Calls inside the block have these slots and no memory. With one
+            document per sequence, slot f holds the tokens f x ratio to (f + 1) x ratio - 1.
     """
 
     def remove_slots(latent_BGC: Tensor) -> Tensor:
@@ -125,26 +124,30 @@ def without_slots(model: GSM, removed_BF: Tensor) -> AbstractContextManager[None
 
 
 def parts(model: GSM) -> list[str]:
-    """Return the taps of the state's parts: ``state/entries``, unless the reader needs other parts."""
+    """Return the names of the taps of the state's parts; with the paper's reader only ``state/entries``."""
     return [f"state/{part.name}" for part in model.writer.parts]
 
 
 @dataclass(frozen=True)
 class Answers:
-    """A model's answers to questions: ``log_probability_N`` of the right token, and ``right_N``, whether this token is
-    the likeliest. The order is that of sequences, then of positions."""
+    """A model's answers to N questions, ordered by sequence and then by position.
+
+    Attributes:
+        log_probability_N: the log-probability of the right token, in nats.
+        right_N: bool, whether the right token is the likeliest.
+    """
 
     log_probability_N: Tensor
     right_N: Tensor
 
     @property
     def accuracy(self) -> float:
-        """The fraction of right answers."""
+        """The fraction of questions with ``right_N``."""
         return float(self.right_N.float().mean())
 
     @property
     def log_probability(self) -> float:
-        """The mean, in nats."""
+        """The mean log-probability of the right tokens, in nats."""
         return float(self.log_probability_N.mean())
 
     def __str__(self) -> str:
@@ -153,9 +156,14 @@ class Answers:
 
 @torch.no_grad()
 def answers(model: LanguageModel, token_BT: Tensor, target_BT: Tensor) -> Answers:
-    """Return the answers at all targets but -100. Tokens and targets are int64 [B, T]; every sequence is one document.
+    """Return the model's answers at all positions whose target is not -100.
 
-    One call reads all sequences, so an intervention may remove other parts of each sequence.
+    All sequences are read in one call, so that an intervention can remove different parts of each.
+
+    Args:
+        model: any model.
+        token_BT: int64, the sequences, each one document.
+        target_BT: int64, the right next token of each position; -100 for none.
     """
     with model.evaluating():
         logit_BTV = model.forward(token_BT).logits

@@ -1,10 +1,10 @@
-"""What the model would say after each layer: final norm and head on the residual stream (logit lens: nostalgebraist,
-2020), and what each part of the model adds to a logit (direct logit attribution: Elhage et al., 2021).
+"""The logit lens (nostalgebraist, 2020): the prediction after each layer, by final norm and head on the residual
+stream. And direct logit attribution (Elhage et al., 2021): what each part of the model adds to a logit.
 
     stream --attention--> between --feed-forward--> after = stream of the next layer ... hidden --norm, head--> logits
 
-Parts are differences of the residual stream, so they sum to the output exactly. With several residual streams they are
-differences of their read-out, and the mixing of streams counts to the part behind it.
+The parts are differences of the residual stream before and after a module, so they sum to the output exactly. With
+several residual streams, they are differences of their read-out, which include the effect of mixing the streams.
 
     embedding, encoder/1/attention, encoder/1/feed_forward ..    up to the encoder's output e
     writer, stage/1, stage/2                                     from e to z, if the decoder starts from z
@@ -35,12 +35,12 @@ TAPS = ("embedding", "*/stream/between", "*/stream/after", "state/e", "stage/*/i
 
 @dataclass(frozen=True)
 class Lens:
-    """What the model would say, by place of the residual stream, and by row of one sequence.
+    """The predictions of a logit lens for the rows of one sequence.
 
     Attributes:
-        places: ``embedding``, ``encoder/1``, .. ``decoder/8``: behind the layer of that name.
-        log_probability_LR: of the targets, in nats.
-        shuffled_LR: of the targets in another order: what a lens gives to tokens that do not follow.
+        places: ``embedding``, ``encoder/1``, ..., ``decoder/8``: the prediction is made after the layer of this name.
+        log_probability_LR: log-probability of the targets, in nats.
+        shuffled_LR: the same for the targets in shuffled order, as a control.
         best_LR: int64, the likeliest tokens.
     """
 
@@ -54,13 +54,13 @@ class Lens:
 def logit_lens(
     model: LanguageModel, token_T: Tensor, rows: Sequence[int] | None = None, target_R: Tensor | None = None
 ) -> Lens:
-    """Return the predictions behind the embedding and behind each layer.
+    """Return the predictions after the embedding and after each layer.
 
     Args:
         model: any model.
         token_T: int64, one document.
-        rows: places in it; None: all but the last, or all with ``target_R``.
-        target_R: int64, what to predict at each row; None: the next token.
+        rows: positions; None: all but the last, or all if ``target_R`` is given.
+        target_R: int64, the target of each row; None: the next token.
     """
     rows = range(len(token_T) - (target_R is None)) if rows is None else rows
     row_R = torch.tensor(list(rows), device=token_T.device)
@@ -78,7 +78,7 @@ def logit_lens(
 
 
 def layer_names(seen: Recording) -> list[str]:
-    """Return the layers with a recorded stream in the order of the computation: ``encoder/1``, .. ``decoder/8``."""
+    """Return the layers with a recorded stream in the order of computation: ``encoder/1``, ..., ``decoder/8``."""
     names = {name.removesuffix("/stream/after") for name in seen if name.endswith("/stream/after")}
     return sorted(names, key=lambda name: int(name.rpartition("/")[2]))
 
@@ -87,8 +87,8 @@ def parts_of_output(model: LanguageModel, seen: Recording) -> dict[str, Tensor]:
     """Return what each part adds to the output of the last layer, [B, R, D]; their sum is the tap ``hidden``.
 
     Args:
-        model: the model that was recorded.
-        seen: one call with ``TAPS``, for all rows.
+        model: the recorded model.
+        seen: a recording of one call for all rows (``TAPS``).
     """
     hidden_BRD = promoted(seen["hidden"])
     rows = hidden_BRD.shape[1]
@@ -107,8 +107,8 @@ def parts_of_output(model: LanguageModel, seen: Recording) -> dict[str, Tensor]:
 
 
 def _parts_of_start(model: GSM, seen: Recording, e_BRD: Tensor) -> dict[str, Tensor]:
-    """Return what lies between the encoder's output and z: in the order of the computation, what the writer makes of e
-    alone, then what each stage adds to that. Empty if the decoder does not start from z."""
+    """Return the parts between the encoder's output e and z: what the writer adds without any stage, then what each
+    stage adds, in their order. Empty if the decoder does not start from z."""
     if not isinstance(model.decoder_start, State):
         return {}
     names = [f"stage/{stage}" for stage, _ in enumerate(model.aggregation, 1)]
@@ -121,14 +121,15 @@ def _parts_of_start(model: GSM, seen: Recording, e_BRD: Tensor) -> dict[str, Ten
 
 
 def to_logit(model: LanguageModel, part_ND: Tensor, hidden_D: Tensor, token: int, other: int | None = None) -> Tensor:
-    """Return what parts of an output add to the logit of a token, [N]. The final norm's scale is that of the whole.
+    """Return what parts of an output add to the logit of a token, [N]. The final norm divides each part by the root
+    mean square of the whole output.
 
     Args:
         model: any model.
-        part_ND: parts of a row's output, such as those of ``parts_of_output``.
-        hidden_D: their sum.
-        token: whose logit.
-        other: subtract this token's logit; None: subtract nothing.
+        part_ND: N parts of a row's output, such as those of ``parts_of_output``.
+        hidden_D: the whole output, the sum of all parts.
+        token: the token.
+        other: a token whose logit is subtracted; None: none.
     """
     head_VD, scale = cast(Tensor, model.head.weight), (promoted(hidden_D).square().mean() + model.norm.eps).rsqrt()
     direction_D = head_VD[token] - (0 if other is None else head_VD[other])
@@ -137,17 +138,17 @@ def to_logit(model: LanguageModel, part_ND: Tensor, hidden_D: Tensor, token: int
 
 @dataclass(frozen=True)
 class Attribution:
-    """What each part of a model adds to the logit of one token above another, or above none.
+    """What each part of a model adds to the logit of a token, or to its difference from that of another token.
 
     Attributes:
-        by_part: by name of ``parts_of_output``.
-        by_head_LH: of the decoder's layers, their attention (or recurrence) by head. The sum of a layer is that of its
-            attention; with several residual streams, without their mixing. Only with ``mhc_two_pass``, where what is
-            added decides how streams are read, need they not sum to it.
-        by_entry_LE: the same by entry of the state, old to new, and the sink, which adds nothing; None in models
+        by_part: by name of ``parts_of_output``; the sum is ``total``.
+        by_head_LH: by head of the attention (or recurrence) in each decoder layer. Without the mixing of residual
+            streams, the heads of a layer sum to its attention. With ``mhc_two_pass`` they may not, because there the
+            weights with which streams are read depend on what is added.
+        by_entry_LE: by entry of the state, from old to new, and the sink (0), in each decoder layer; None for models
             without a state.
         layers: names of the L layers.
-        total: the logit that the model gives.
+        total: the logit, or the difference, that the model computes.
     """
 
     by_part: dict[str, float]
@@ -171,8 +172,8 @@ def attribute(model: LanguageModel, token_T: Tensor, token: int, other: int | No
     Args:
         model: any model.
         token_T: int64, one document.
-        token: whose logit.
-        other: subtract this token's logit; None: subtract nothing.
+        token: the token.
+        other: a token whose logit is subtracted; None: none.
     """
     with model.evaluating():
         with record(*TAPS, "decoder/*/heads", "decoder/*/weights") as seen:
@@ -181,7 +182,7 @@ def attribute(model: LanguageModel, token_T: Tensor, token: int, other: int | No
         parts = parts_of_output(model, seen)
         by_part = dict(zip(parts, to(torch.stack([x[0, -1] for x in parts.values()])).tolist(), strict=True))
         layers = tuple(name for name in layer_names(seen) if name.startswith("decoder/") and f"{name}/heads" in seen)
-        by_head_LH, by_entry_LE = logit_V.new_zeros(0, 0), None  # layers of one's own may have no heads
+        by_head_LH, by_entry_LE = logit_V.new_zeros(0, 0), None  # a user's layers may have no heads
         if layers:
             by_head_LH = torch.stack([to(_by_one(model, f"{layer}/heads", token_T, seen)) for layer in layers])
         if layers and isinstance(model, GSM):
@@ -191,8 +192,9 @@ def attribute(model: LanguageModel, token_T: Tensor, token: int, other: int | No
 
 
 def _by_one(model: LanguageModel, tap: str, token_T: Tensor, seen: Recording) -> Tensor:
-    """Return what a layer's attention adds to the stream by head, [H, D], from its tap ``heads``, or by entry, [E, D],
-    from ``weights``: one call in which each sequence of the batch keeps one of them, and the last keeps none."""
+    """Return what a layer's attention adds to the stream, by head [H, D] if ``tap`` is its ``heads``, or by entry [E,
+    D] if it is its ``weights``. In one call, each sequence of the batch keeps one head or entry, and the last keeps
+    none."""
     layer, _, part = tap.rpartition("/")
     count = seen[tap].shape[2 if part == "heads" else 3]
 
@@ -207,6 +209,6 @@ def _by_one(model: LanguageModel, tap: str, token_T: Tensor, seen: Recording) ->
 
 
 def _padded(rows: Sequence[Tensor]) -> Tensor:
-    """Return rows of different lengths with 0 on the left of the shorter ones."""
+    """Stack rows of different lengths, with zeros on the left of the shorter ones."""
     longest = max(map(len, rows))
     return torch.stack([pad(row, (longest - len(row), 0)) for row in rows])

@@ -1,7 +1,8 @@
-"""Needles and pairs (``gsm.data.recall``): their places and questions, the share answered by depth and length, and a
-test whether an answer needs the places that attribution names for it.
+"""Questions about needles and about key-value pairs (``gsm.data.recall``): accuracy by depth and length, and a test
+whether an answer depends on the positions or slots to which it is attributed.
 
-B sequences, T positions, N questions, K places of a question, F slots of a bank, L lengths, D depths.
+B sequences, T positions, N questions, K places (positions or slots) per question, F slots of a bank, L lengths, D
+depths.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ Removal = Literal["entries", "retrieved", "slots"]
 
 @dataclass(frozen=True)
 class Questions:
-    """Questions about needles, in the order of sequences, and of positions in each.
+    """Questions about needles, ordered by sequence and then by position.
 
     Attributes:
-        token_BT, target_BT: int64, the sequences; -100 where no answer is due.
+        token_BT, target_BT: int64, the sequences, and the answers at the positions that predict them; -100 elsewhere.
         sequence_N: int64, the sequence of each question.
-        key_N: int64, the position of its key in the question.
-        row_N: int64, the position of its answer, ``task.wait`` tokens later.
+        key_N: int64, the position of the key in the question.
+        row_N: int64, the position at which the model answers, ``task.wait`` tokens later.
         needle_N: int64, the position of the key in the needle; the value is the next token.
     """
 
@@ -49,11 +50,11 @@ class Questions:
 
     @property
     def depth_N(self) -> Tensor:
-        """The places of the needles, as fractions of the sequence from its beginning, float32."""
+        """The position of each needle as a fraction of the sequence's length, float32."""
         return self.needle_N / self.token_BT.shape[1]
 
     def separate(self) -> Questions:
-        """Return the same questions, each in its own copy of the sequence, without the targets of the others."""
+        """Return the same questions, each with a separate copy of its sequence that has only its target."""
         token_NT, every_N = self.token_BT[self.sequence_N], torch.arange(len(self.row_N))
         target_NT = torch.full_like(token_NT, IGNORED)
         target_NT[every_N, self.row_N] = self.target_BT[self.sequence_N, self.row_N]
@@ -61,37 +62,43 @@ class Questions:
 
 
 def ask(task: Task, length: int, sequences: int, seed: int = HELD_OUT) -> Questions:
-    """Return held-out sequences of a task and a length, other ones with another seed.
+    """Return held-out questions of a task.
 
-    The needle of a question of recall (``data=recall``) is the pair of its key.
+    Args:
+        task: a task with keys and values, as ``data=needle`` or ``data=recall``. For the latter, the needle of a
+            question is the pair with its key.
+        length: tokens per sequence (T).
+        sequences: number of sequences (B).
+        seed: random seed.
 
     Raises:
-        TypeError: the task has no pairs of key and value. ValueError: as ``task.draw``.
+        TypeError: if the task has no keys and values.
+        ValueError: as ``task.draw``.
     """
     if not isinstance(task, Alphabet):
-        raise TypeError(f"task must ask for values by keys, as data=needle or recall, got {type(task).__name__}")
+        raise TypeError(f"task must have keys and values, as data=needle or recall has, got {type(task).__name__}")
     batch = Generated(task, seed, lambda _: length).batch(range(sequences))
     token_BT, target_BT = batch["tokens"], batch["targets"]
     sequence_N, row_N = (target_BT != IGNORED).nonzero(as_tuple=True)
     key_N = row_N - task.wait
-    same_token_N, same_meaning_N = (  # the first place; the question comes later
+    same_token_N, same_meaning_N = (  # the first occurrence, as the question comes later
         (names_BT[sequence_N] == names_BT[sequence_N, key_N][:, None]).long().argmax(dim=1)
         for names_BT in (token_BT, torch.from_numpy(task.meaning(token_BT.numpy())))
     )
-    # Another name counts only where the key's own name is in no needle.
+    # Another name of the key is looked up only if no needle has the name in the question.
     needle_N = torch.where(same_token_N == key_N, same_meaning_N, same_token_N)
     return Questions(token_BT, target_BT, sequence_N, key_N, row_N, needle_N)
 
 
 @dataclass(frozen=True)
 class NeedleMap:
-    """The fraction of needles answered, by length and depth.
+    """The accuracy on needle questions by length and depth.
 
     Attributes:
-        lengths: tokens of a sequence.
-        edges: of the depths, fractions of the sequence, one more than columns.
-        accuracy_LD: float32, NaN where no needle lies.
-        count_LD: int64, needles.
+        lengths: tokens per sequence, L lengths.
+        edges: D + 1 bounds of the depths, as fractions of the sequence.
+        accuracy_LD: float32, the fraction answered; NaN without any needle.
+        count_LD: int64, number of needles.
     """
 
     lengths: tuple[int, ...]
@@ -103,10 +110,17 @@ class NeedleMap:
 def needle_map(
     model: LanguageModel, task: Task, lengths: Sequence[int], *, depths: int = 5, sequences: int = 32
 ) -> NeedleMap:
-    """Return the accuracy by length and depth of a model that was trained on the task.
+    """Return the accuracy of a model on needle questions by length and depth.
 
-    No needle stands in the last part of a sequence, with the gap and the questions. Depths therefore reach from 0 to
-    the deepest place of any needle at that length, in ``depths`` equal steps of the sequence.
+    There are no needles in the last part of a sequence, with the gap and the questions. So the depths reach only from 0
+    to that of the deepest needle, in equal steps.
+
+    Args:
+        model: a model that was trained on the task.
+        task: as in ``ask``.
+        lengths: tokens per sequence.
+        depths: number of depths (D).
+        sequences: number of sequences per length.
     """
     by_length = [ask(task, length, sequences) for length in lengths]
     edges = torch.linspace(0, max(float(questions.depth_N.max()) for questions in by_length) + 1e-6, depths + 1)
@@ -122,8 +136,12 @@ def needle_map(
 
 @dataclass(frozen=True)
 class Places:
-    """The attributed places of every question, ``attributed_NK``: positions or slots, the strongest first; and the same
-    number of other places within reach, ``other_NK``; int64."""
+    """The places (positions or slots) to remove for every question.
+
+    Attributes:
+        attributed_NK: int64, the places to which the answer is attributed most strongly, the strongest first.
+        other_NK: int64, as many random other places that the answer sees.
+    """
 
     attributed_NK: Tensor
     other_NK: Tensor
@@ -131,8 +149,8 @@ class Places:
 
 @dataclass(frozen=True)
 class NeedleTest:
-    """Answers with everything, without the attributed places, and without the same number of others; ``places`` has
-    both kinds of places."""
+    """The answers of the whole model, without the attributed places, and without as many other places, and the places
+    themselves."""
 
     whole: Answers
     without_attributed: Answers
@@ -149,18 +167,18 @@ class NeedleTest:
 def needle_test(
     model: GSM, questions: Questions, removal: Removal = "entries", *, count: int = 1, start: bool = True
 ) -> NeedleTest:
-    """Remove the attributed places of each answer, then the same number of others that it sees, and ask again.
+    """Answer each question without the places to which the answer is attributed, and without as many other places.
 
     Args:
         model: a GSM that was trained on the task.
-        questions: sequences of one document each.
-        removal: ``entries``, entries of the state; ``retrieved``, the stages' retrieval for them, so that they keep the
-            encoder's part; ``slots``, slots of the banks that stages select at the key of the question.
-        count: number of places.
+        questions: questions, in sequences of one document each.
+        removal: what is removed. ``entries``: state entries. ``retrieved``: only what the stages have retrieved for
+            these entries, not the encoder's part. ``slots``: bank slots that stages select at the key of the question.
+        count: number of places to remove per question (K).
         start: for ``entries``, as in ``without_entries``.
 
     Raises:
-        ValueError: an answer sees less than twice ``count`` places.
+        ValueError: if an answer sees fewer than 2 ``count`` places.
     """
     kind: Literal["entries", "slots"] = "slots" if removal == "slots" else "entries"
     places = attributed_places(model, questions, kind, count=count, start=start)
@@ -173,7 +191,7 @@ def needle_test(
 
 
 def stage_test(model: GSM, questions: Questions) -> dict[str, Answers]:
-    """Return the answers with everything, without the retrieval of each stage, and without that of all stages."""
+    """Return the answers of the whole model, without each stage, and without all stages, by name."""
     by_removal = {"nothing removed": _answers_by_batch(model, questions)}
     for part, without in ablations(model).items():
         if part != "state":
@@ -186,10 +204,10 @@ def stage_test(model: GSM, questions: Questions) -> dict[str, Answers]:
 def attributed_places(
     model: GSM, questions: Questions, kind: Literal["entries", "slots"], *, count: int, start: bool
 ) -> Places:
-    """Return the strongest places for each answer, by rollout. Arguments as of ``needle_test``.
+    """Return the places to which each answer is attributed most strongly by rollout; arguments as in ``needle_test``.
 
-    An entry scores the decoder's share of it times its share of the needle. A slot scores the stages' share of it at
-    the key of the question.
+    The score of an entry is the decoder's share of the entry times the entry's share of the needle. The score of a slot
+    is the stages' attention weight on it at the key of the question.
     """
     generator, pairs = torch.Generator().manual_seed(0), []
     for sequence, token_T in enumerate(questions.token_BT):
@@ -206,7 +224,7 @@ def attributed_places(
 
 
 def answers_without(model: GSM, separate: Questions, removal: Removal, place_NK: Tensor, start: bool) -> Answers:
-    """Return the answers to separate questions (``Questions.separate``), each without its places [N, K]."""
+    """Return the answers to separate questions (``Questions.separate``), each without its K places."""
     length = separate.token_BT.shape[1] // (model.geometry.encoder_ratio if removal == "slots" else 1)
     removed_NT = torch.zeros(len(place_NK), length, dtype=torch.bool).scatter(1, place_NK, True)
     without: dict[str, Callable[[GSM, Tensor], AbstractContextManager[None]]] = {
@@ -218,7 +236,7 @@ def answers_without(model: GSM, separate: Questions, removal: Removal, place_NK:
 
 
 def _entry_scores(model: GSM, seen: Recording, questions: Questions, numbers: list[int], start: bool) -> Tensor:
-    """Return the score of each position's entry for some questions, -1 where the row does not see it."""
+    """Return the score of each position's entry for the questions ``numbers``; -1 if the row does not see it."""
     from_needle_TT, decoder_TT = state_routes(model, seen).total_TT, decoder_rollout(model, seen)
     scores = []
     for row, place in zip(questions.row_N[numbers].tolist(), questions.needle_N[numbers].tolist(), strict=True):
@@ -230,7 +248,7 @@ def _entry_scores(model: GSM, seen: Recording, questions: Questions, numbers: li
 
 
 def _slot_scores(model: GSM, seen: Recording, questions: Questions, numbers: list[int]) -> Tensor:
-    """Return the score of each slot for some questions, -1 where no stage selects it for the row of the key."""
+    """Return the score of each slot for the questions ``numbers``; -1 if no stage selects it at the key."""
     way_ST, slots = state_routes(model, seen).way_ST, len(questions.token_BT[0]) // model.geometry.encoder_ratio
     key_N = questions.key_N[numbers]
     score_NF = torch.full((len(numbers), slots + 1), -1.0, dtype=way_ST.dtype)
@@ -238,17 +256,17 @@ def _slot_scores(model: GSM, seen: Recording, questions: Questions, numbers: lis
         slot_NK = seen[f"stage/{stage}/top_k"][0, key_N]
         weight_NE = seen[f"stage/{stage}/weights"][0, key_N].mean(dim=1)
         weight_NK = weight_NE[:, -1 - slot_NK.shape[1] : -1] * way_ST[stage, key_N, None]
-        place_NK = slot_NK.where(slot_NK >= 0, slots)  # a further place stands for no slot
+        place_NK = slot_NK.where(slot_NK >= 0, slots)  # one more column, for slots of -1
         score_NF.scatter_(1, place_NK, score_NF.gather(1, place_NK).clamp(min=0)).scatter_add_(1, place_NK, weight_NK)
     return score_NF[:, :-1]
 
 
 def _draw_places(score_T: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return the places of the highest scores, and the same number of others at random among scores of at least 0."""
+    """Return the ``count`` places with the highest scores, and as many random others with a score of at least 0."""
     candidates = score_T >= 0
     if int(candidates.sum()) < 2 * count:
         number = int(candidates.sum())
-        raise ValueError(f"count must be at most {number // 2}, half of the places that an answer sees, got {count}")
+        raise ValueError(f"count must be at most {number // 2}, half the places that an answer sees, got {count}")
     highest_K = score_T.topk(count).indices
     candidates[highest_K] = False
     other_N = candidates.nonzero()[:, 0]
@@ -260,7 +278,7 @@ def _answers_by_batch(
     questions: Questions,
     intervention: Callable[[slice], AbstractContextManager[None]] | None = None,
 ) -> Answers:
-    """Return the answers, read batch by batch; ``intervention`` returns the context in which a batch is read."""
+    """Return the answers, batch by batch; ``intervention`` maps the slice of a batch to the context for its call."""
     step, batches = max(1, AT_ONCE // questions.token_BT.shape[1]), []
     for first in range(0, len(questions.token_BT), step):
         batch = slice(first, first + step)

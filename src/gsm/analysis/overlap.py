@@ -1,10 +1,10 @@
-"""The share of the aggregation stages' selection that the encoder selects too (paper, section 4.4.1 and the appendix on
-the retrieval ablation).
+"""The overlap of the bank entries that the aggregation stages and the encoder select (paper, section 4.4.1 and the
+appendix on the retrieval ablation).
 
-Overlap is the number of bank entries that a stage and its encoder layer have both selected, divided by K: a mean over
-the queries that see more than K entries, since the others have nothing to choose. Two independent selections of K out
-of v visible entries overlap by K / v: `chance` is the mean of that over the same queries, and (overlap - chance) /
-(1 - chance) is the agreement beyond it. Chance falls with the length.
+Overlap is the number of bank entries that both a stage and its encoder layer select, divided by K: the mean over the
+queries that see more than K entries. (The others select all that they see.) Two independent selections of K out of v
+visible entries overlap by K / v on average. `chance` is the mean of K / v over the same queries; it falls with the
+length. (overlap - chance) / (1 - chance) is the agreement beyond chance.
 
 B sequences, T positions, R rows, K slots that a layer selects, J slots that a stage selects, N queries of all
 rows.
@@ -33,7 +33,7 @@ TAPS = ("position", "encoder/*/top_k", "stage/*/top_k")
 
 
 def selects_for_itself(model: LanguageModel) -> bool:
-    """Return whether there are stages that do not follow the encoder, and an encoder that selects too."""
+    """Return whether the model has stages that make their own selection, and an encoder that selects entries too."""
     if not isinstance(model, GSM) or all(stage.retriever.follows_encoder for stage in model.aggregation):
         return False
     return any(getattr(block.attention, "indexer", None) is not None for block in model.encoder)
@@ -45,26 +45,28 @@ def measure(
     context: int,
     lengths: Sequence[int] = (),
 ) -> dict[str, Any] | None:
-    """Return the overlap by stage at each length; by default at a quarter of the context, half of it, all, twice it.
+    """Measure the overlap of each stage at several lengths.
 
     Args:
-        model: the model; other models than GSM, and stages or encoders that select nothing, have no overlap.
-        sequences: makes the sequences of a length: ``tokens`` and ``documents``, int64 [T] each; raises ValueError
-            where there are none of this length.
-        context: the length that the model was trained with, in tokens.
-        lengths: in tokens; each then needs sequences.
+        model: any model. The overlap is defined only for a GSM whose stages and encoder both select entries.
+        sequences: returns sequences of a length in tokens, each with ``tokens`` and ``documents``, int64 [T]; raises
+            ValueError if there are none of this length.
+        context: length of the training sequences in tokens.
+        lengths: lengths in tokens, all of which need sequences; empty: 1/4, 1/2, 1 and 2 times the context, if there
+            are sequences of these lengths.
 
     Returns:
-        ``mean`` over the stages and ``chance``, both at ``context`` (None where that is not among the lengths), and
-        ``by_length``: ``length``, counted ``queries``, ``chance`` and ``stages``, the means in order, None where no
-        query sees more than K entries; where all stages take the selection over, also ``by_construction``: true. None
-        without any overlap.
+        A dict, or None if there is no overlap to measure:
+        ``mean``, the mean over stages, and ``chance``, both at ``context`` (None if this is not among the lengths);
+        ``by_length``, a list of dicts with ``length``, the number of ``queries``, ``chance``, and ``stages``, the
+        overlap of each stage (None if no query sees more than K entries);
+        ``context``; ``by_construction``, true if all stages share the encoder's selection.
     """
     rows = []
     for length in sorted(set(lengths) or around(context)):
         try:
             batches = sequences(length)
-        except ValueError:  # too long for the text that there is, or too short for the task
+        except ValueError:  # longer than the text, or too short for the task
             if lengths:
                 raise
             continue
@@ -86,15 +88,15 @@ def measure(
 
 
 def around(context: int) -> set[int]:
-    """Return a quarter of the context, half of it, all, twice it."""
+    """Return 1/4, 1/2, 1 and 2 times the context."""
     return {max(1, context // 4), max(1, context // 2), context, 2 * context}
 
 
 def records(model: LanguageModel, sequences: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Any]]:
-    """Return the overlap of each ``stage`` on sequences of one length, and ``chance``, as records: sums over queries.
+    """Return the overlap on sequences of one length as records, one for each stage and one for chance.
 
-    Where all stages take the selection over, they also have ``by_construction``: true. Empty without any query that
-    counts.
+    ``value`` is a sum over queries and ``weight`` their number. If all stages share the encoder's selection, the
+    records of stages have ``by_construction``: true. There are no records if no query sees more than K entries.
     """
     stages = {stage: overlap_N for stage, overlap_N in overlaps(model, sequences).items() if len(overlap_N)}
     if not stages:
@@ -107,7 +109,7 @@ def records(model: LanguageModel, sequences: Sequence[Mapping[str, Tensor]]) -> 
 
 
 def chance(model: LanguageModel, sequences: Sequence[Mapping[str, Tensor]]) -> float | None:
-    """Return the mean of K / v over the queries of these sequences that see v > K bank entries; None without any."""
+    """Return the mean of K / v over the queries that see v > K bank entries; None if there are none."""
     if not isinstance(model, GSM):
         return None
     shares = []
@@ -121,13 +123,14 @@ def chance(model: LanguageModel, sequences: Sequence[Mapping[str, Tensor]]) -> f
 
 @torch.no_grad()
 def overlaps(model: LanguageModel, sequences: Sequence[Mapping[str, Tensor]]) -> dict[int, Tensor]:
-    """Return the overlap of every query that counts, by stage: float32 [N], on the CPU. Empty without a comparison.
+    """Return, by stage, the overlap of every query that sees more than K entries, float32 [N] on the CPU. The dict is
+    empty if there is no overlap to measure.
 
-    Sequences are read in chunks, as a long prompt is; the model stays in its mode.
+    Sequences are read in chunks, as a prompt is. The training mode of the model is not changed.
 
     Args:
-        model: the model.
-        sequences: ``tokens`` and ``documents``, int64 [T] each, of one length.
+        model: any model.
+        sequences: sequences of one length, each with ``tokens`` and ``documents``, int64 [T].
     """
     if not isinstance(model, GSM):
         return {}
@@ -140,7 +143,7 @@ def overlaps(model: LanguageModel, sequences: Sequence[Mapping[str, Tensor]]) ->
 
 
 def overlaps_seen(model: GSM, seen: Recording) -> dict[int, Tensor]:
-    """Return the same for one recorded call: stage s against the encoder layer that it stands on."""
+    """Return ``overlaps`` for one recorded call: each stage compared with its encoder layer."""
     geometry, by_stage = model.geometry, {}
     for stage, layer in enumerate(model.aggregation.layers, 1):
         stage_BRJ, encoder_BTK = seen.get(f"stage/{stage}/top_k"), seen.get(f"encoder/{layer}/top_k")
@@ -154,8 +157,8 @@ def overlaps_seen(model: GSM, seen: Recording) -> dict[int, Tensor]:
 
 
 def shared_slots(stage_BRJ: Tensor, encoder_BRK: Tensor) -> Tensor:
-    """Return the number of slots that two selections have in common, int64 [B, R]; -1 is no slot. Needs no [J, K] for a
-    row."""
+    """Return the number of slots that two selections have in common, int64 [B, R]; -1 is no slot. Does not compare all
+    J x K pairs."""
     if not encoder_BRK.shape[-1]:
         return stage_BRJ.new_zeros(stage_BRJ.shape[:-1])
     sorted_BRK = encoder_BRK.sort(dim=-1).values
@@ -175,7 +178,7 @@ def _recordings(model: GSM, sequences: Sequence[Mapping[str, Tensor]]) -> Iterat
         memory = model.start(len(rows))
         for start in range(0, length, CHUNK):
             tokens, documents = (batch[name][:, start : start + CHUNK] for name in ("tokens", "documents"))
-            with record(*TAPS) as seen:  # forward, since __call__ would compile a compiled model again to record it
+            with record(*TAPS) as seen:  # forward: __call__ of a compiled model would be compiled again for recording
                 memory = model.forward(tokens, documents=documents, memory=memory).memory
             yield seen
 
@@ -183,16 +186,17 @@ def _recordings(model: GSM, sequences: Sequence[Mapping[str, Tensor]]) -> Iterat
 def table(
     facts: Mapping[str, Any] | None, published: Mapping[int, Sequence[float]] = MappingProxyType({})
 ) -> list[str]:
-    """Return ``grid`` as lines."""
+    """Return the table ``grid`` as lines of text."""
     return grid_lines(grid(facts, published))
 
 
 def grid(facts: Mapping[str, Any] | None, published: Mapping[int, Sequence[float]] = MappingProxyType({})) -> Grid:
-    """Return lengths by stages in percent of K, with chance and the agreement beyond it.
+    """Return a table with a row for each length and a column for each stage: the overlap in percent of K, with chance
+    and the agreement beyond it.
 
     Args:
         facts: the result of ``measure``.
-        published: the paper's percentages of each stage, by length; each stands below the row of its length.
+        published: by length, the paper's percentages of each stage, for a row below that of the same length.
     """
     if facts is None:
         return [["overlap with the encoder: none, for the stages or the encoder select nothing"]]

@@ -1,15 +1,15 @@
-"""The places that carry an answer. A question is asked twice: about a needle, and about the same needle with another
-value. Parts of the first call are put into the second (activation patching).
+"""Activation patching: which parts of a model carry an answer. A question is asked twice, about a needle and about the
+same needle with another value. Tensors of the first call then replace those of the second.
 
     clean       . . K3 V7 . . . . . . K3 ->      log p(V7) - log p(V2) is large
     corrupted   . . K3 V2 . . . . . . K3 ->      it is as far below zero
-    patched     the corrupted call, in which one tensor, or one place of it, comes from the clean call
+    patched     the corrupted call, in which one tensor, or one position or slot of it, is that of the clean call
 
-``restored_share`` measures how far the patched call is on the way from the corrupted call to the clean call. 0: the
-part carries nothing of the answer; 1: the part carries all of it. The method finds parts that are enough for the
-answer; ``needles.needle_test`` finds parts that the answer needs. Two parts that carry the same information each
-restore all of the answer. Two parts that work only together restore none of it. So shares need not sum to 1. A share
-divides by the difference of the two calls: where ``margins`` are near each other, it means little.
+``restored_share`` is (patched - corrupted) / (clean - corrupted) of these differences (``margins``). It is 0 if the
+part carries no information about the answer, and 1 if the part alone suffices for it. (Whether the answer needs a part
+is tested by ``needles.needle_test``.) Shares need not sum to 1: two parts with the same information each restore all
+of the answer, and two parts that work only together restore none of it. A share means little if the margins of the
+clean and the corrupted call are nearly equal.
 
 N questions, T positions, P places.
 """
@@ -35,13 +35,13 @@ AT_ONCE = 16384  # tokens of all sequences read at a time
 
 @dataclass(frozen=True)
 class Pair:
-    """Separate questions (``Questions.separate``), as they are and with another value of the needle.
+    """Separate questions (``Questions.separate``), and the same with another value in the needle.
 
     Attributes:
-        clean_NT, corrupted_NT: int64, equal but for one token, at ``needle_N`` + 1.
-        row_N: int64, position of the answer.
-        key_N, needle_N: int64, position of the key in the question, and in the needle.
-        right_N, wrong_N: int64, the values.
+        clean_NT, corrupted_NT: int64, the sequences, which differ in one token, at ``needle_N`` + 1.
+        row_N: int64, position at which the model answers.
+        key_N, needle_N: int64, positions of the key in the question and in the needle.
+        right_N, wrong_N: int64, the values in the clean and in the corrupted sequence.
     """
 
     clean_NT: Tensor
@@ -58,7 +58,8 @@ class Pair:
 
 
 def question_pair(questions: Questions, task: Alphabet) -> Pair:
-    """Return the questions, and the same with another value, always the same one; on the CPU, as questions are."""
+    """Return the questions paired with copies that have another value, which is the same in every call. The tensors are
+    on the CPU."""
     separate, every_N = questions.separate(), torch.arange(len(questions.row_N))
     right_N = separate.target_BT[every_N, separate.row_N]
     step_N = torch.randint(1, task.values, right_N.shape, generator=torch.Generator().manual_seed(0))
@@ -71,7 +72,7 @@ def question_pair(questions: Questions, task: Alphabet) -> Pair:
 
 @torch.no_grad()
 def margins(model: LanguageModel, pair: Pair) -> tuple[Tensor, Tensor]:
-    """Return log p(right) - log p(wrong) of the clean and of the corrupted call: means over the questions, in nats, on
+    """Return the mean over questions of log p(right) - log p(wrong) in the clean and in the corrupted call, in nats, on
     the model's device."""
     pair = pair.to(model.embedding.weight.device)
     with model.evaluating():
@@ -86,21 +87,21 @@ def restored_share(
     place_NP: Tensor | None = None,
     between: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Return the share of the answer that comes back when taps of the corrupted call get the clean call's tensors.
+    """Return the share of the answer that is restored if tensors of the clean call are patched into the corrupted call.
 
     Args:
-        model: any that was trained on the task.
+        model: a model that was trained on the task.
         pair: the questions, on any device.
-        taps: patterns as of ``gsm.record``; all tensors that match are put in together.
-        place_NP: int64, places along dimension 1 of these tensors, for each question; they are put in one at a time. A
-            place that a tensor does not have is left as it is. None: the whole tensors at once.
-        between: ``margins`` of the pair, to compute them once; None: they are computed.
+        taps: patterns of tap names, as in ``gsm.record``; all tensors that match are patched together.
+        place_NP: int64, P indices along dimension 1 of these tensors for each question, patched one at a time. Indices
+            that a tensor does not have are ignored. None: whole tensors are patched.
+        between: ``margins`` of the pair, if known.
 
     Returns:
-        [P], or a scalar for whole tensors: the share of the way between the two margins; on the model's device.
+        The restored shares [P], or a scalar for whole tensors, on the model's device.
 
     Raises:
-        ValueError: the two margins are the same, so that there is no way between them.
+        ValueError: if the two margins are equal.
     """
     patterns = [taps] if isinstance(taps, str) else list(taps)
     clean, base = between or margins(model, pair)
@@ -119,14 +120,14 @@ def restored_share(
 
 
 def places_around(centre_N: Tensor, offsets: Sequence[int]) -> Tensor:
-    """Return the places at these offsets from the centre of each question, int64 [N, P]."""
+    """Return ``centre_N`` plus each offset, int64 [N, P]."""
     return centre_N[:, None] + torch.tensor(offsets)
 
 
 def by_place(
     model: LanguageModel, pair: Pair, taps: Sequence[str], centre_N: Tensor, offsets: Sequence[int]
 ) -> dict[str, dict[int, float]]:
-    """Return ``restored_share`` for each tap, by the offset from the centre of each question. Errors as there."""
+    """Return ``restored_share`` by tap, and by offset from the index ``centre_N`` of each question. Errors as there."""
     between, place_NP = margins(model, pair), places_around(centre_N, offsets)
     by_tap = {tap: restored_share(model, pair, tap, place_NP, between).tolist() for tap in taps}
     return {tap: dict(zip(offsets, shares, strict=True)) for tap, shares in by_tap.items()}
@@ -139,17 +140,17 @@ def by_part(model: LanguageModel, pair: Pair, parts: Mapping[str, str | Sequence
 
 
 def prompt_pair(clean_T: Tensor, corrupted_T: Tensor, right: int, wrong: int) -> Pair:
-    """Return two prompts of one's own as a pair; the answer is due behind the last token.
+    """Return two prompts as a pair; the answer is the next token.
 
     Args:
-        clean_T, corrupted_T: int64, of the same length, with at least one different token.
-        right, wrong: the next tokens that the clean and the corrupted prompt ask for.
+        clean_T, corrupted_T: int64, prompts of equal length with at least one different token.
+        right, wrong: the answers to the clean and to the corrupted prompt.
 
     Raises:
-        ValueError: the prompts have different lengths, or are equal.
+        ValueError: if the prompts have different lengths, or are equal.
     """
     if clean_T.shape != corrupted_T.shape:
-        raise ValueError(f"corrupted_T must have {len(clean_T)} tokens, as clean_T, got {len(corrupted_T)}")
+        raise ValueError(f"corrupted_T must have {len(clean_T)} tokens, as clean_T has, got {len(corrupted_T)}")
     different_N = (clean_T != corrupted_T).nonzero()[:, 0]
     if not len(different_N):
         raise ValueError("corrupted_T must differ from clean_T, got the same tokens")
@@ -158,8 +159,8 @@ def prompt_pair(clean_T: Tensor, corrupted_T: Tensor, right: int, wrong: int) ->
 
 
 def layers(model: LanguageModel) -> dict[str, list[str]]:
-    """Return the taps of the residual stream that enters each layer, by layer: one stream, or all with their read-out.
-    They carry everything that the layer and those above it get from a position, but for the state."""
+    """Return, by layer, the names of the taps of the residual streams that enter it and of their read-out. These carry
+    all that the layer and those above it get from a position, except the state."""
     names = [block.name for block in model.modules() if isinstance(block, Block)]
     return {name: [f"{name}/stream", f"{name}/streams"] for name in names}
 
@@ -168,17 +169,17 @@ def layers(model: LanguageModel) -> dict[str, list[str]]:
 def sweep(
     model: LanguageModel, pair: Pair, taps: Mapping[str, str | Sequence[str]], positions: Sequence[int]
 ) -> Tensor:
-    """Return the share of the answer that each tap brings back at each position alone, [S, P]: a mean over questions.
+    """Return the share of the answer that each tap restores at each single position, [S, P], the mean over questions.
 
     Args:
-        model: any that answers the clean and the corrupted call differently.
-        pair: of ``prompt_pair`` or ``question_pair``.
-        taps: by name, patterns whose tensors are put in together, such as ``layers(model)``; they have a row for each
-            token, or as many rows for each.
-        positions: tokens of the sequence; the same in all questions.
+        model: a model whose answers to the clean and the corrupted prompt differ.
+        pair: a pair from ``prompt_pair`` or ``question_pair``.
+        taps: S lists of tap patterns by name, such as ``layers(model)``; the tensors of a list are patched together.
+            They must have one row per token, or the same number of rows for each token.
+        positions: P positions, the same in all questions.
 
     Raises:
-        ValueError: a tap has no row for each token, or the two calls give the same answer.
+        ValueError: if a tap does not have rows for each token, or the two margins are equal.
     """
     clean, base = margins(model, pair)
     _check_apart(clean, base)
@@ -198,7 +199,7 @@ def sweep(
 
 
 def _shares(model: LanguageModel, pair: Pair, seen: Mapping[str, Tensor], place_P: Tensor) -> Tensor:
-    """Return the margin with each place of the recorded tensors put in, [P]: a copy of the questions for each place."""
+    """Return the margin with each place of the recorded tensors patched, [P]. All places are computed in one batch."""
     count, copies = len(pair.row_N), len(place_P)
     many = Pair(*(getattr(pair, field.name).repeat_interleave(copies, dim=0) for field in fields(pair)))
     place_N, length = place_P.repeat(count), pair.clean_NT.shape[1]
@@ -210,7 +211,7 @@ def _shares(model: LanguageModel, pair: Pair, seen: Mapping[str, Tensor], place_
 
 
 def _check_apart(clean: Tensor, base: Tensor) -> None:
-    """Raise ValueError for equal margins, which have no way between them."""
+    """Raise ValueError if the margins are equal, because shares divide by their difference."""
     if clean == base:
         raise ValueError(
             f"pair must have different answers, got log p(right) - log p(wrong) = {float(base):.3g} in the clean and "
@@ -219,7 +220,8 @@ def _check_apart(clean: Tensor, base: Tensor) -> None:
 
 
 def _put(clean: Tensor, place_N: Tensor | None, x: Tensor, each: int = 1) -> Tensor:
-    """Return the clean tensor, or ``x`` with one place of each sequence, of ``each`` rows, taken from it."""
+    """Return ``clean``, or if ``place_N`` is given, ``x`` with one place of each sequence (``each`` rows) from
+    ``clean``."""
     if place_N is None:
         return clean
     match_NP = torch.arange(x.shape[1], device=x.device) // each == place_N[:, None]
@@ -232,7 +234,7 @@ def _margin(model: LanguageModel, token_NT: Tensor, pair: Pair) -> Tensor:
 
 
 def _margins(model: LanguageModel, token_NT: Tensor, pair: Pair) -> Tensor:
-    """Return log p(right) - log p(wrong) at the rows of the answers, [N]."""
+    """Return log p(right) - log p(wrong) at ``row_N``, [N]."""
     logit_NTV = model.forward(token_NT).logits
     logit_NV = logit_NTV[torch.arange(len(token_NT), device=token_NT.device), pair.row_N]
     right_N, wrong_N = (logit_NV.gather(1, token_N[:, None])[:, 0] for token_N in (pair.right_N, pair.wrong_N))

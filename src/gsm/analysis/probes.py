@@ -1,7 +1,7 @@
-"""How well a linear map reads the past from a model's memory: ridge regression in closed form, on held-out sequences,
-beside the same with shuffled labels.
+"""Linear probes: how well a linear map decodes earlier tokens from a model's state. They are fitted by ridge regression
+in closed form and tested on held-out sequences, with shuffled labels as a control.
 
-A probe shows that information is present. Its removal shows whether the model uses it (``gsm.analysis.interventions``).
+A probe shows that information is present. Whether the model uses it is tested by ``gsm.analysis.interventions``.
 
 B sequences, T positions, R rows, N samples, F features, Y classes, M entries of the state, C their width.
 """
@@ -22,18 +22,18 @@ from gsm.models.gsm import GSM
 from gsm.observe import Recording, record
 from gsm.shapes import promoted
 
-TAPS = ("position", "state/*", "decoder/*/state")  # a model without a state has positions
-HELD_OUT = 0.25  # share of the sequences, or of the samples, for testing
+TAPS = ("position", "state/*", "decoder/*/state")  # position, so that there is a match in models without a state too
+HELD_OUT = 0.25  # fraction of the sequences, or of the samples, for testing
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The results of one probe on samples that it was not fitted to.
+    """The results of one probe on held-out samples.
 
     Attributes:
         accuracy: fraction of right labels.
-        shuffled: accuracy of a probe that was fitted to the labels in another order: chance, with the spread of luck.
-        chance: accuracy of the answer that is always the commonest label of the fitted samples.
+        shuffled: accuracy of a probe that was fitted to shuffled labels.
+        chance: accuracy of always answering with the commonest label of the fitted samples.
         fitted, tested: numbers of samples.
         features: number of features.
     """
@@ -49,17 +49,17 @@ class Probe:
 def probe(
     feature_NF: Tensor, label_N: Tensor, *, held_out: float = HELD_OUT, ridge: float = 0.1, seed: int = 0
 ) -> Probe:
-    """Fit a linear map with an intercept from features to labels, one-hot, and test it.
+    """Fit a linear map with an intercept from features to one-hot labels, and test it.
 
     Args:
-        feature_NF: float; each feature gets mean 0 and variance 1 over the samples of the fit.
+        feature_NF: float; each feature is normalised to mean 0 and variance 1 over the fitted samples.
         label_N: int64, in [0, Y).
-        held_out: fraction of the samples for testing, from the end. Keep the samples of a sequence together.
-        ridge: weight of the squared map, in units of the mean squared feature summed over the samples.
-        seed: of the shuffled labels.
+        held_out: fraction of the samples for testing, the last ones. Keep the samples of a sequence adjacent.
+        ridge: penalty of the squared map, times the number of fitted samples.
+        seed: random seed of the shuffled labels.
 
     Raises:
-        ValueError: fitting or testing has fewer than two samples.
+        ValueError: if there are fewer than two samples for fitting or for testing.
     """
     fitted = len(label_N) - round(held_out * len(label_N))
     if min(fitted, len(label_N) - fitted) < 2:
@@ -73,7 +73,7 @@ def probe(
     shuffle_N = torch.randperm(fitted, generator=torch.Generator().manual_seed(seed)).to(label_N.device)
     orders = [label_N[:fitted], label_N[:fitted][shuffle_N]]
     target_NX = torch.cat([one_hot(order_N, int(label_N.max()) + 1) for order_N in orders], dim=1).to(fitted_NF.dtype)
-    # Features have mean 0, so that the intercept is the mean of the targets: how common each label is.
+    # Features have mean 0, so the intercept is the mean of the targets, the frequency of each label.
     score_NX = tested_NF @ ridge_map(fitted_NF, target_NX, ridge * fitted) + target_NX.mean(dim=0)
     guesses = [score_NY.argmax(dim=1) for score_NY in score_NX.chunk(2, dim=1)]
     guesses.append(torch.bincount(label_N[:fitted]).argmax().expand_as(tested_N))
@@ -82,9 +82,9 @@ def probe(
 
 
 def ridge_map(feature_NF: Tensor, target_NY: Tensor, weight: float) -> Tensor:
-    """Return the map X [F, Y] with the least ||features X - targets||^2 + weight ||X||^2, where targets have mean 0.
+    """Return the map X [F, Y] that minimises ||features X - targets||^2 + weight ||X||^2, for targets with mean 0.
 
-    The linear system has the size of the features or of the samples, whichever are fewer.
+    The linear system to solve has as many unknowns as there are features or samples, whichever are fewer.
     """
     samples, features = feature_NF.shape
     target_NY = target_NY - target_NY.mean(dim=0)
@@ -98,30 +98,30 @@ def ridge_map(feature_NF: Tensor, target_NY: Tensor, weight: float) -> Tensor:
 
 
 def states(model: LanguageModel, token_BT: Tensor, rows: Sequence[int], chunk: int = 4096) -> dict[str, Tensor]:
-    """Return the model's memory after some positions, as features, [B, R, F] each.
+    """Return the model's state after some positions as features, [B, R, F] each, by name.
 
-    * GSM: ``z`` of the row; ``entry``, the entries that the row itself has written, before their rotation; ``state``,
-      all M entries that it sees, zeros where there are fewer.
-    * recurrent layers: ``state``, the matrices of all layers.
+    * GSM: ``z`` of the row; ``entry``, the state entries of the row before rotation; ``state``, all M entries that the
+      row sees, with zeros if there are fewer.
+    * models with recurrent layers: ``state``, the matrices of all these layers.
 
-    Sequences are read in chunks with a memory, so that they may be long.
+    Sequences are read in chunks with a memory, so they may be long.
 
     Args:
-        model: GSM, or a model all or some of whose layers are recurrent.
-        token_BT: int64, one document each.
-        rows: positions, ascending.
-        chunk: tokens read at a time.
+        model: a GSM, or a model with recurrent layers.
+        token_BT: int64, sequences of one document each.
+        rows: positions in ascending order (R of them).
+        chunk: tokens per call.
 
     Raises:
-        ValueError: the model keeps neither, or rows do not ascend.
+        ValueError: if the model has no such state, or ``rows`` are not ascending.
     """
     if list(rows) != sorted(set(rows)):
-        raise ValueError(f"rows must ascend without repetition, got {list(rows)}")
+        raise ValueError(f"rows must be in ascending order without repetition, got {list(rows)}")
     memory, read, features = model.start(len(token_BT)), 0, []
     for row in rows:
         with model.evaluating(), record(*TAPS) as seen:
             memory = model.prefill(token_BT[:, read : row + 1], memory, chunk).memory
-        assert memory is not None  # one was given
+        assert memory is not None  # as the call had a memory
         features.append(_features(model, seen, row))
         read = row + 1
     return {name: torch.stack([row_features[name] for row_features in features], dim=1) for name in features[0]}
@@ -130,20 +130,20 @@ def states(model: LanguageModel, token_BT: Tensor, rows: Sequence[int], chunk: i
 def by_distance(
     model: LanguageModel, token_BT: Tensor, rows: Sequence[int], distances: Sequence[int]
 ) -> dict[str, dict[int, Probe]]:
-    """Return probes for the token at each distance before a row, by the features read (``states``) and by distance.
+    """Return probes for the token at each distance before a row, by name of the features (``states``) and by distance.
 
-    ``HELD_OUT`` of the sequences are for testing, all rows of each: B x R samples in all.
+    There are B x R samples. The fraction ``HELD_OUT`` of the sequences, with all their rows, is for testing.
 
     Args:
-        model, rows: as of ``states``.
-        token_BT: int64. Draw them at random: in a text, near tokens hint at far tokens.
-        distances: in tokens, 0 for the row's own; at most the first row.
+        model, rows: as in ``states``.
+        token_BT: int64. Draw the tokens at random: in a text, near tokens predict far tokens.
+        distances: distances in tokens; 0 is the token of the row itself, and the largest is that of the first row.
 
     Raises:
-        ValueError: as ``states``, or a distance is beyond the first row.
+        ValueError: as ``states``, or if a distance exceeds the position of the first row.
     """
     if max(distances) > min(rows):
-        raise ValueError(f"distance must be at most {min(rows)}, the tokens before the first row, got {max(distances)}")
+        raise ValueError(f"distance must be at most {min(rows)}, the first of rows, got {max(distances)}")
     share = _whole_sequences(token_BT)
     features = {name: value_BRF.flatten(0, 1) for name, value_BRF in states(model, token_BT, rows).items()}
     label = {distance: token_BT[:, [row - distance for row in rows]].flatten() for distance in distances}
@@ -154,12 +154,13 @@ def by_distance(
 
 
 def of_needles(model: LanguageModel, questions: Questions, before: int = 0) -> dict[str, Probe]:
-    """Return probes for the value that each question asks for, from the memory at its key, or some tokens before.
+    """Return probes for the value that each question asks for, from the state at its key or before it, by name of the
+    features.
 
     Args:
-        model: as of ``states``, trained on the task.
-        questions: of ``needles.ask``, as many of every sequence.
-        before: distance before the key, in tokens. There, no question has asked for that value yet.
+        model: as in ``states``, trained on the task.
+        questions: questions of ``needles.ask``, the same number for every sequence.
+        before: distance before the key in tokens. Before the key, the state cannot know which value is asked for.
     """
     key_R, number_N = questions.key_N.unique(return_inverse=True)
     value_N = questions.token_BT[questions.sequence_N, questions.needle_N + 1]
@@ -171,7 +172,7 @@ def of_needles(model: LanguageModel, questions: Questions, before: int = 0) -> d
 
 
 def _whole_sequences(token_BT: Tensor) -> float:
-    """Return the share of whole sequences, at least one, that is nearest to ``HELD_OUT``."""
+    """Return the fraction nearest to ``HELD_OUT`` that is a whole number of sequences, at least one."""
     return max(1, round(HELD_OUT * len(token_BT))) / len(token_BT)
 
 

@@ -1,15 +1,15 @@
-"""Source positions that reach each entry of the state, and the way they take: attention weights multiplied through the
-layers (rollout: Abnar and Zuidema, 2020), with GSM's banks, stages and writer.
+"""Attention rollout (Abnar and Zuidema, 2020) for GSM: attention weights, multiplied through the layers, banks, stages
+and writer, give the source positions of each entry of the state, and the *way* from there: the encoder or a stage.
 
     A_0 = 1,    A_l = (A_(l-1) + near_l A_(l-1) + far_l A_(b-1)) / its sum            encoder layer l, bank of layer b
     stage s on layer l:    near_s A_(l-1) + far_s A_(b-1), divided by its sum
-    state:                 sum over ways of share x map,  share of a way = length of the part of z that comes by it
+    state:                 sum over ways of share x map,  share of a way: the norm of the part of z that it contributes
 
-A layer adds its reading to its stream, so both count; the reading counts by the sum of its weights, and the rest goes
-to the sink. Weights are fair shares here: entries are keys and values at once, and a norm makes them about equally
-long. As every rollout, this one leaves out the feed-forwards, the length of a layer's update beside its stream, short
-convolutions, the mixing of several residual streams, and the role of queries. ``gsm.analysis.attribution`` compares it
-with gradients and interventions.
+near are the weights on the window, far those on the bank. A layer's output is the sum of its residual stream and what
+it reads; the latter counts by the sum of its weights without the sink's. Equal weights mean about equal contributions,
+because a norm gives all entries about the same length. As any rollout, this ignores the feed-forwards, the length of a
+layer's update relative to its stream, short convolutions, the mixing of several residual streams, and queries.
+``gsm.analysis.attribution`` compares it with gradients and interventions.
 
 S ways: the encoder, then each stage. T positions, R rows, D model width.
 """
@@ -30,12 +30,12 @@ TAPS = ("position", "encoder/*/weights", "*/top_k", "stage/*", "state/e", "decod
 
 @dataclass(frozen=True)
 class Routes:
-    """Where the state of one sequence comes from.
+    """The sources of the state entries of one sequence.
 
     Attributes:
-        names: of the ways: ``encoder``, ``stage/1``, ...
-        share_STT: float, how much of the entry of a row (second dimension) comes by a way from a position (third);
-            over ways and positions it sums to 1.
+        names: names of the ways: ``encoder``, ``stage/1``, ...
+        share_STT: float, the share of the entry of a row (second dimension) that each way (first) brings from each
+            position (third); the sum over ways and positions is 1.
     """
 
     names: tuple[str, ...]
@@ -43,26 +43,25 @@ class Routes:
 
     @property
     def total_TT(self) -> Tensor:
-        """By all ways together; rows sum to 1."""
+        """The share of each row's entry (first dimension) from each position (second) by all ways; rows sum to 1."""
         return self.share_STT.sum(dim=0)
 
     @property
     def way_ST(self) -> Tensor:
-        """How much of each row's entry came by each way; columns sum to 1."""
+        """The share of each way in each row's entry; columns sum to 1."""
         return self.share_STT.sum(dim=-1)
 
 
 def state_routes(model: GSM, seen: Recording, sequence: int = 0) -> Routes:
-    """Rollout from the source positions to every entry of the state.
+    """Return the rollout from source positions to every entry of the state.
 
     Args:
-        model: the model that was recorded.
-        seen: one call without a memory that asked for all rows, of one document a sequence (``TAPS``).
-        sequence: which of the batch.
+        model: the recorded model.
+        seen: a recording of one call for all rows without a memory, with one document per sequence (``TAPS``).
+        sequence: index of the sequence in the batch.
 
     Raises:
-        ValueError: the call has pruned rows, or an encoder layer is recurrent, so that maps of layers cannot be
-            multiplied.
+        ValueError: if the call did not compute all rows, or an encoder layer is recurrent and has no attention weights.
     """
     layers_LTT = encoder_rollout(model, seen, sequence)
     maps, names = [layers_LTT[-1]], ["encoder"]
@@ -75,15 +74,16 @@ def state_routes(model: GSM, seen: Recording, sequence: int = 0) -> Routes:
 
 
 def encoder_rollout(model: GSM, seen: Recording, sequence: int = 0) -> Tensor:
-    """A_0 to A_L, float [L + 1, T, T]: the encoder's stream behind each layer; rows sum to 1. As ``state_routes``."""
+    """Return A_0 to A_L, the rollout up to each encoder layer, float [L + 1, T, T]; rows sum to 1. Arguments and errors
+    are those of ``state_routes``."""
     if layers := with_recurrences(model):
         raise ValueError(
-            "encoder_layer must be attention, as attention weights do not describe recurrences, got recurrences in "
-            f"layers {layers}"
+            "encoder_layer must be attention, as recurrences have no attention weights, got other mixers in layers "
+            f"{layers}"
         )
     length, first = seen["position"].shape[1], seen["encoder/1/weights"]
     if first.shape[1] != length or seen["state/e"].shape[1] != length:
-        raise ValueError(f"rows must be all {length} of the call, without a memory, got fewer")
+        raise ValueError(f"rows must be all {length} of a call without a memory, got fewer")
     maps_LTT = [torch.eye(length, dtype=first.dtype, device=first.device)]
     for layer in range(1, model.geometry.encoder_layers + 1):
         read_TT = _read(model, seen, f"encoder/{layer}", sequence, maps_LTT, layer)
@@ -93,8 +93,8 @@ def encoder_rollout(model: GSM, seen: Recording, sequence: int = 0) -> Tensor:
 
 
 def parts_of_state(model: GSM, seen: Recording, sequence: int = 0) -> Tensor:
-    """Return the share of each way in z, float [S, T]: the length that z loses, as the writer makes it, when only that
-    way brings nothing."""
+    """Return the share of each way in z, float [S, T]: how much of its norm z loses if the writer gets zeros from this
+    way."""
     parts = [seen["state/e"], *(seen[f"stage/{stage}/increment"] for stage, _ in enumerate(model.aggregation, 1))]
     parts = [part_BTD[sequence, None] for part_BTD in parts]
     with torch.no_grad():
@@ -105,9 +105,9 @@ def parts_of_state(model: GSM, seen: Recording, sequence: int = 0) -> Tensor:
 
 
 def decoder_rollout(model: GSM, seen: Recording, sequence: int = 0) -> Tensor:
-    """Return the share of each position's z in the decoder's output at each row, float [R, T]; rows sum to 1.
+    """Return the share of each position in the decoder's output at each row, float [R, T]; rows sum to 1.
 
-    A row starts from its own z (or from the encoder's streams at its position) and adds what its layers read of the
+    A row starts from z (or from the encoder's streams) at its own position, and each layer adds what it reads from the
     state: E_l = (E_(l-1) + map_l) / its sum.
     """
     rows, length = seen[f"decoder/{model.geometry.depth}/weights"].shape[1], seen["position"].shape[1]
@@ -119,7 +119,7 @@ def decoder_rollout(model: GSM, seen: Recording, sequence: int = 0) -> Tensor:
 
 
 def _read(model: GSM, seen: Recording, name: str, sequence: int, maps: Tensor | list[Tensor], layer: int) -> Tensor:
-    """Return the sources' shares in an attention on encoder layer ``layer``, [T, T]; rows sum to 1 less the sink."""
+    """Return the rollout of one attention on encoder layer ``layer``, [T, T]; rows sum to 1 minus the sink's weight."""
     near_TT, far_TT = attention_parts(model, seen, name, sequence)
     owner = max((bank for bank in model.geometry.bank_layers if bank <= layer), default=layer)
     return near_TT @ maps[layer - 1] + far_TT @ maps[owner - 1]

@@ -1,4 +1,4 @@
-"""Properties of the shared state, from taps: its lengths, its entries before their rotation, and its effective rank.
+"""Properties of the shared state, from recorded taps: its norm, its entries before rotation, and its effective rank.
 
 B sequences, T positions, R rows, E entries, J entries of a position, C width of an entry.
 """
@@ -16,20 +16,21 @@ from gsm_kernels import rotate
 
 
 def latents(model: GSM, seen: Recording) -> Tensor:
-    """Return the entries of the state as they were before their rotation, [B, E, C]: equal content is equal here
-    wherever it stands. Entries of several parts lie side by side.
+    """Return the entries of the state before rotation, [B, E, C], so that equal content at different positions gives
+    equal vectors. The parts of the state are concatenated.
 
     Args:
-        model: the model that was recorded.
-        seen: one call without a memory (``position``, and ``state/<part>`` of all parts: ``state/entries``).
+        model: the recorded model.
+        seen: a recording of one call without a memory (``position``, and ``state/<part>`` of all parts, with the
+            paper's reader ``state/entries``).
     """
     entries = seen[f"state/{model.writer.parts[0].name}"].shape[1]
     return unrotated(model, seen, last_rows(seen["position"], entries // model.writer.slots))
 
 
 def unrotated(model: GSM, seen: Recording, position_BT: Tensor) -> Tensor:
-    """The last entries, that were written at these document-local positions, before their rotation, [B, E, C]; of
-    padding anything."""
+    """Return the last entries, written at the positions ``position_BT`` of their documents, before rotation, [B, E, C].
+    The values at padding are undefined."""
     angles = model.writer.rope(position_BT.clamp(min=0), model.embedding.weight.dtype)
     cos_BEP, sin_BEP = (x.repeat_interleave(model.writer.slots, dim=1) for x in angles)
     parts = []
@@ -40,16 +41,16 @@ def unrotated(model: GSM, seen: Recording, position_BT: Tensor) -> Tensor:
 
 
 def cosines(first_EC: Tensor, second_FC: Tensor | None = None) -> Tensor:
-    """Return the cosine of every entry of one state with every entry of another, or of the same, [E, F]; of
-    ``latents``, it tells how alike the contents are."""
+    """Return the cosine similarity of every entry of one state with every entry of another (None: of the same), [E, F].
+    Use ``latents`` to compare contents independently of positions."""
     second_FC = first_EC if second_FC is None else second_FC
     return normalize(promoted(first_EC), dim=-1) @ normalize(promoted(second_FC), dim=-1).T
 
 
 def effective_rank(value_EC: Tensor) -> float:
-    """How many directions a set of vectors uses evenly (Roy and Vetterli, 2007): from 1, all parallel, to min(E, C).
+    """Return the effective rank of E vectors (Roy and Vetterli, 2007): from 1, if all are parallel, to min(E, C).
 
-    The exponential of the entropy of the singular values, taken as shares of their sum; 0 where all are zero.
+    This is the exponential of the entropy of the singular values, divided by their sum; 0 if all are zero.
     """
     singular_N = torch.linalg.svdvals(promoted(value_EC))
     share_N = singular_N / singular_N.sum().clamp(min=torch.finfo(singular_N.dtype).tiny)
@@ -57,10 +58,10 @@ def effective_rank(value_EC: Tensor) -> float:
 
 
 def state_facts(model: GSM, seen: Recording) -> dict[str, float]:
-    """Return ``state/norm``, the mean length of z over all rows, and ``state/effective_rank`` of the state that the
-    last row of each sequence sees, a mean over sequences. It takes one call without a memory; padding does not count.
+    """Return two metrics of a call without a memory, by name; padding is left out.
 
-    The length is that of z, from which entries are made: their own is fixed by a norm.
+    ``state/norm`` is the mean norm of z over all rows. (The norm of entries is about constant, as they are normed.)
+    ``state/effective_rank`` is that of the state at the last row of each sequence, the mean over sequences.
     """
     z_BRD, latent_BEC, writer = seen["state/z"], latents(model, seen), model.writer
     counted_BR = last_rows(seen["position"], z_BRD.shape[1]) >= 0

@@ -1,10 +1,10 @@
-"""Views of one recorded call of a GSM: whole pictures, for TensorBoard and notebooks. Each needs matplotlib.
+"""Figures of one recorded call of a GSM, for TensorBoard and notebooks. They need matplotlib.
 
     with gsm.record(*views.TAPS) as seen:
         model(tokens)
     views.selection(model, seen)
 
-Weights are means over heads, all on one scale, so that pictures of several steps and runs can be compared.
+Weights are means over heads, and all figures have the same scale, so that steps and runs can be compared.
 
 B sequences, T positions, R rows, E entries, L layers, S ways.
 """
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TAPS = ("position", "stage/*", "state/e", "decoder/*/weights")
-WIDTH, HEIGHT = 4.8, 2.9  # inches: letters can still be read on a card of TensorBoard
+WIDTH, HEIGHT = 4.8, 2.9  # inches; small enough for text to be readable in TensorBoard
 
 
 def views(model: GSM, seen: Recording) -> Iterator[tuple[str, Figure]]:
-    """Yield names and pictures: the decoder's attention to the state, as a mean and by row; the selection of the
-    stages; the parts of the state. The last three are of the first sequence.
+    """Yield names and figures: the decoder's attention to the state, its mean over rows and by row; the selections of
+    the stages; the parts of z. All but the first are of the first sequence.
 
     Args:
         model: the recorded model.
-        seen: one call without a memory (``TAPS``).
+        seen: a recording of one call without a memory (``TAPS``).
 
     Raises:
-        ImportError: without matplotlib.
+        ImportError: if matplotlib is not installed.
     """
     yield "decoder_reads", decoder(model, seen)
     yield "decoder_reads_by_row", decoder_rows(model, seen)
@@ -51,8 +51,8 @@ def views(model: GSM, seen: Recording) -> Iterator[tuple[str, Figure]]:
 
 
 def decoder(model: GSM, seen: Recording, width: float = WIDTH, height: float = HEIGHT) -> Figure:
-    """Return a picture of each decoder layer's attention to the state, a mean over all rows that see a whole state;
-    width and height in inches."""
+    """Draw each decoder layer's attention to the state, the mean over all rows that see a full state; width and height
+    in inches."""
     weight_LE, layers = decoder_attention(model, seen), decoder_layers(model)
     figure, panels = plots.figure(width=width, height=height, grid=False)
     longest = layers[int(weight_LE.isnan().sum(1).argmin())]
@@ -64,8 +64,7 @@ def decoder(model: GSM, seen: Recording, width: float = WIDTH, height: float = H
 
 
 def decoder_rows(model: GSM, seen: Recording) -> Figure:
-    """Return a picture of the attention to the state, row by row of the first sequence: a panel for
-    each decoder layer."""
+    """Draw the attention to the state by row of the first sequence, with a panel for each decoder layer."""
     layers = decoder_layers(model)
     figure, panels = _panels(len(layers), columns=min(4, len(layers)), height=HEIGHT)
     for axes, layer in zip(panels, layers, strict=True):
@@ -81,8 +80,8 @@ def decoder_rows(model: GSM, seen: Recording) -> Figure:
 
 
 def selection(model: GSM, seen: Recording) -> Figure:
-    """Return a picture of each stage's selection from the history of the first sequence, by the weight that it reads
-    with: a panel each."""
+    """Draw the attention weights of each stage on its selected entries, in the first sequence, with a panel for each
+    stage."""
     rows = seen[f"decoder/{model.geometry.depth}/weights"].shape[1]
     maps, stages = selected_weights(model, seen, rows), list(model.aggregation)
     figure, panels = _panels(len(maps), columns=1, height=HEIGHT if len(maps) == 1 else 0.55 * HEIGHT)
@@ -96,8 +95,8 @@ def selection(model: GSM, seen: Recording) -> Figure:
 
 
 def state_parts(model: GSM, seen: Recording) -> Figure:
-    """Return a picture of the parts of each row's z in the first sequence: the share of its length that is lost without
-    the encoder's part, or a stage's."""
+    """Draw the shares of the encoder and of each stage in z, by row of the first sequence
+    (``rollout.parts_of_state``)."""
     share_SR = parts_of_state(model, seen)
     figure, (axes,) = plots.figure(width=WIDTH, height=HEIGHT, grid=False)
     figures.parts(axes, share_SR, _rows(seen, share_SR.shape[1]), "what is written to the shared state")
@@ -105,8 +104,8 @@ def state_parts(model: GSM, seen: Recording) -> Figure:
 
 
 def shares(model: GSM, seen: Recording) -> dict[str, float]:
-    """Return ``state/share/encoder``, ``state/share/stage<s>``: the share of z by each way, a mean over all rows but
-    padding. Empty without stages."""
+    """Return ``state/share/encoder`` and ``state/share/stage<s>``, the share of each in z, the mean over all rows
+    except padding; empty without stages."""
     if not model.aggregation.layers:
         return {}
     sequences, rows = seen["state/e"].shape[:2]
@@ -122,13 +121,13 @@ def _stages(model: GSM) -> range:
 
 
 def _rows(seen: Recording, rows: int) -> range:
-    """Return the places of the last rows in their sequence."""
+    """Return the indices of the last ``rows`` rows in their sequence."""
     length = seen["position"].shape[1]
     return range(length - rows, length)
 
 
 def _panels(count: int, columns: int, height: float) -> tuple[Figure, Sequence[Axes]]:
-    """Return a figure with this number of panels of this height in inches, in columns."""
+    """Return a figure with ``count`` panels in ``columns`` columns, each ``height`` inches high."""
     figure, panels = plots.figure(columns, WIDTH / columns, height, grid=False, rows=-(-count // columns))
     for axes in panels[count:]:
         axes.remove()
@@ -136,7 +135,7 @@ def _panels(count: int, columns: int, height: float) -> tuple[Figure, Sequence[A
 
 
 def _label_outer(panels: Sequence[Axes], columns: int) -> None:
-    """Leave out the labels that the panel beside or below has too."""
+    """Remove axis labels that the panel to the left or below repeats."""
     for number, axes in enumerate(panels):
         if number % columns:
             axes.set_ylabel("")

@@ -7,8 +7,8 @@
     tokenizer = AutoTokenizer.from_pretrained("exported")
     model.generate(**tokenizer("def ", return_tensors="pt"), max_new_tokens=50)
 
-Such a folder names this package as its code. With the package installed, ``trust_remote_code=True`` replaces the
-import.
+An exported folder names this package as its code. So if the package is installed, ``trust_remote_code=True`` can
+replace the import.
 """
 
 from __future__ import annotations

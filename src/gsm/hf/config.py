@@ -1,4 +1,4 @@
-"""``config.json`` of any model of this project: the node of the configuration that it is built from."""
+"""``config.json`` of any model of this project: the part of the configuration from which the model is built."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class GSMConfig(PreTrainedConfig):
     """The configuration of a model.
 
     Attributes:
-        model: the node ``model`` of a configuration, resolved: plain containers with the name of a part under every
-            ``_target_``. A model is built from it only if a yaml of the project names all of these parts.
+        model: the node ``model`` of a configuration, resolved to plain containers, with the name of a class or function
+            under every ``_target_``. A model is built from it only if yaml files of the project name all of these.
         vocab_size, hidden_size, num_hidden_layers: for information only; ``model`` defines the model.
-        max_position_embeddings: tokens of the training sequences; the model reads longer ones, too.
+        max_position_embeddings: tokens of the training sequences; the model can read longer ones.
     """
 
     model_type = "gsm"
@@ -36,7 +36,7 @@ class GSMConfig(PreTrainedConfig):
 
     @classmethod
     def of(cls, node: Mapping[str, Any], context: int | None = None, **more: Any) -> GSMConfig:
-        """Return the configuration of a model built from ``node`` and trained at ``context`` tokens."""
+        """Return the configuration of a model built from ``node`` and trained on sequences of ``context`` tokens."""
         geometry = node["geometry"]
         sizes = {
             "vocab_size": geometry["vocabulary"],
@@ -48,6 +48,10 @@ class GSMConfig(PreTrainedConfig):
 
     @classmethod
     def of_variant(cls, name: str = "gsm", size: str = "nano", overrides: Iterable[str] = ()) -> GSMConfig:
-        """Return the configuration of a fresh model, as for ``gsm.build_model``. Raises ConfigError."""
+        """Return the configuration of a new model; arguments as of ``gsm.build_model``.
+
+        Raises:
+            ConfigError: if the configuration is invalid.
+        """
         config = compose([f"model={name}", f"size={size}", "arm=model", *overrides])
         return cls.of(config["model"], config["size"]["context"])

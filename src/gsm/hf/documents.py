@@ -1,7 +1,7 @@
-"""Conversion of transformers' masks and positions to documents of a model. B sequences, T new tokens, U read before.
+"""Convert masks and positions of transformers to ``documents`` of a model. B sequences, T new tokens, U read before.
 
-The masks of all calls together must be a valid mask of a single call. Then a text in pieces has the logits of the text
-in one piece; otherwise the call raises an error.
+The masks of all calls, concatenated, must be a valid mask of a single call. Then a text read in pieces has the same
+logits as in one call.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from gsm.cache.memory import Memory
 
 
 def joined_mask(input_ids: Tensor, attention_mask: Tensor | None, used: int, before_BU: Tensor | None) -> Tensor | None:
-    """Return the mask of all tokens, read before and new, bool [B, U + T]; None: no padding.
+    """Return the mask of all tokens, read before and new, bool [B, U + T]; None if there is no padding.
 
     Args:
         input_ids: int64 [B, T].
         attention_mask: [B, T] or [B, U + T], 1 for tokens and 0 for padding; None: no padding among the new tokens.
-        used: tokens read before (U).
-        before_BU: mask of these; None: no padding.
+        used: number of tokens read before (U).
+        before_BU: bool, the mask of these tokens; None: no padding.
 
     Raises:
-        ValueError: another shape, other values, another past, or padding between the tokens of a row.
+        ValueError: if the mask has another shape or other values, differs from ``before_BU`` for the tokens read
+            before, or has padding between the tokens of a row.
     """
     batch, length = input_ids.shape
     if attention_mask is None:
@@ -34,7 +35,7 @@ def joined_mask(input_ids: Tensor, attention_mask: Tensor | None, used: int, bef
         past = f" or, with the tokens read before, [{batch}, {used + length}]" if used else ""
         raise ValueError(
             f"attention_mask must have the shape [{batch}, {length}]{past}, with 0 for padding, got {shape}; the "
-            "model itself decides which earlier tokens a token sees"
+            "model is causal without a mask"
         )
     if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
         raise ValueError("attention_mask must be 1 for tokens and 0 for padding, got other values")
@@ -42,7 +43,7 @@ def joined_mask(input_ids: Tensor, attention_mask: Tensor | None, used: int, bef
     past_BU = mask_BT.new_ones(batch, used) if before_BU is None else before_BU
     if mask_BT.shape[1] > length and not torch.equal(mask_BT[:, :used], past_BU):
         raise ValueError(
-            f"attention_mask must be as it was for the {used} tokens read before, got other values for these"
+            f"attention_mask must be unchanged for the {used} tokens read before, got other values for these"
         )
     whole_BT = torch.cat([past_BU, mask_BT[:, mask_BT.shape[1] - length :]], 1)
     if bool(whole_BT.all()):
@@ -50,8 +51,8 @@ def joined_mask(input_ids: Tensor, attention_mask: Tensor | None, used: int, bef
     changes_B = (whole_BT[:, 1:] != whole_BT[:, :-1]).sum(1)
     if bool((changes_B - (~whole_BT[:, 0]).long() > 1).any()):
         raise ValueError(
-            "attention_mask must have padding on the left of a row alone, as a state reads tokens in order, got "
-            "padding between them; continue with each row separately"
+            "attention_mask must have padding only on the left of a row, got padding between tokens; continue with "
+            "each row separately"
         )
     return whole_BT
 
@@ -64,14 +65,15 @@ def documents(
     Args:
         input_ids: int64 [B, T].
         mask_BT: bool; None: no padding.
-        position_ids: whole numbers that expand to [B, T]: a document begins at each 0, and its positions grow by 1.
+        position_ids: whole numbers that expand to [B, T]. A document begins at each 0, and its positions grow by 1.
             Values at padding are ignored.
         memory: the memory of the tokens read before.
 
     Raises:
-        ValueError: positions of another shape, or positions that neither begin nor continue a document.
+        ValueError: if ``position_ids`` has another shape or dtype, or a position is neither 0 nor 1 more than the
+            previous one.
     """
-    if mask_BT is None and position_ids is None:  # without reading values, which would wait for a GPU
+    if mask_BT is None and position_ids is None:  # reading values would synchronise with a GPU
         return None
     token_BT = torch.ones_like(input_ids, dtype=torch.bool) if mask_BT is None else mask_BT
     begins_BT = torch.zeros_like(token_BT)
@@ -85,7 +87,8 @@ def documents(
 
 
 def _begins(token_BT: Tensor, position_ids: Tensor, before_B: Tensor) -> Tensor:
-    """Return whether a new document begins at a token, bool [B, T]; ``before_B``: position of the previous token."""
+    """Return whether a document begins at each token, bool [B, T]; ``before_B`` are the positions of the tokens before
+    the first."""
     batch, length = token_BT.shape
     if position_ids.is_floating_point() or list(position_ids.shape) not in ([length], [1, length], [batch, length]):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Export of a trained model to a folder for transformers: configuration, weights, tokenizer, and a model card."""
+"""Export a trained model to a folder for transformers: configuration, weights, tokenizer and a model card."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from gsm.hf.model import GSMForCausalLM
 from gsm.tables import grid_markdown
 
 WEIGHTS = ("float32", "bfloat16", "float16")
-# The keys of a configuration that build a model, its tokenizer and its data again, and that results name.
+# The keys of a configuration from which the model, its tokenizer and its data can be built, or that results name.
 SETTINGS = ("model", "data", "recipe", "size", "trainer", "global_batch", "name", "arm", "seed", "choices", "ngrams")
 NUMBERS = {  # keys of a run's summary that a model card shows, and their labels
     "parameters": "parameters",
@@ -84,7 +84,7 @@ def export(checkpoint: str, to: str, weights: str = "float32") -> Path:
     model.save_pretrained(folder)
     if tokenizer:
         of_transformers(tokenizer).save_pretrained(folder)
-        if state["json"]:  # the original text, so that the same tokenizer is read again
+        if state["json"]:  # the original file, so that exactly the same tokenizer is loaded
             (folder / TOKENIZER).write_text(state["json"], encoding="utf-8")
     (folder / "README.md").write_text(card(run_config, file, folder), encoding="utf-8")
     print(f"Written to {path_text(folder)}: {', '.join(sorted(path.name for path in folder.iterdir()))}", flush=True)
@@ -92,7 +92,8 @@ def export(checkpoint: str, to: str, weights: str = "float32") -> Path:
 
 
 def weights_alone(saved: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the weights of a checkpoint in a type, the configuration without the places of its run, and the facts."""
+    """Return the weights of a checkpoint in this dtype, the configuration without the paths of its run, and the facts
+    about the run."""
     config = saved["hyper_parameters"]["config"]
     return {
         "state_dict": {name: x.to(dtype) if x.is_floating_point() else x for name, x in saved["state_dict"].items()},
@@ -102,20 +103,20 @@ def weights_alone(saved: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any
 
 
 def exported_model(run_config: Mapping[str, Any], dtype: torch.dtype, tokenizer: Tokenizer | None) -> GSMForCausalLM:
-    """Return the model of a checkpoint's configuration, with fresh weights of this data type."""
+    """Return a model of a checkpoint's configuration, with new weights of this dtype."""
     end = tokenizer.end_of_text if tokenizer else None
     ids = {"eos_token_id": end, "pad_token_id": end}
     config = GSMConfig.of(run_config["model"], run_config.get("size", {}).get("context"), **ids, dtype=dtype)
     model = GSMForCausalLM(config).eval()
     model.model.to(dtype)
-    model.generation_config = GenerationConfig(**ids, bos_token_id=end)  # first token without a prompt
+    model.generation_config = GenerationConfig(**ids, bos_token_id=end)  # generation without a prompt begins with bos
     return model
 
 
 def of_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """Return a transformers tokenizer with the same ids for the same text. Padding is on the left.
+    """Return a transformers tokenizer that gives the same ids. Padding is on the left.
 
-    Text that spells the end of text is still tokenised as text.
+    Text that spells the end-of-text token is tokenised as ordinary text.
     """
     state = tokenizer.to_state()
     rust = tokenizers.Tokenizer.from_str(state["json"]) if state["json"] else _bytes()
@@ -125,7 +126,7 @@ def of_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def _bytes() -> tokenizers.Tokenizer:
-    """Return the byte tokenizer: each byte is an id, represented by a letter, as the library requires."""
+    """Return the byte tokenizer: each byte is an id. The library requires that a character represents each byte."""
     rust = tokenizers.Tokenizer(models.BPE(vocab=byte_of_character(), merges=[]))
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     rust.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""The interface of transformers for any model of this project. B sequences, T tokens, R rows, V vocabulary."""
+"""A transformers model around any model of this project. B sequences, T tokens, R rows, V token ids."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gsm.models.checks import IGNORED
 from gsm.models.sampling import require_finite
 
 CODE = "modeling_gsm.py"
-# The code in an exported folder, with which trust_remote_code=True finds this package if it is installed.
+# The code file in an exported folder. With trust_remote_code=True, transformers runs it to import this package.
 REMOTE = """# The code of this model is the package gsm (gsm-playground), which must be installed.
 from gsm.hf import GSMConfig, GSMForCausalLM  # noqa: F401
 """
@@ -37,13 +37,17 @@ ONE_DEVICE = (
 
 
 class GSMForCausalLM(PreTrainedModel, GenerationMixin):
-    """A language model and its head.
+    """A causal language model of this project with the interface of transformers.
 
     Args:
-        config: its configuration; a part that no yaml names raises a ConfigError.
+        config: its configuration.
 
     Attributes:
-        model: the model itself, for all functions of ``gsm``.
+        model: the ``gsm`` model, which all functions of ``gsm`` take.
+
+    Raises:
+        ConfigError: if the configuration names a class or function that no yaml of the project names.
+        ValueError: if ``tie_word_embeddings`` is False.
     """
 
     config_class = GSMConfig
@@ -52,29 +56,29 @@ class GSMForCausalLM(PreTrainedModel, GenerationMixin):
     main_input_name = "input_ids"
     _tied_weights_keys = {"model.head.weight": "model.embedding.weight"}
     _no_split_modules = ["Block"]
-    accepts_loss_kwargs = False  # so that Trainer divides the whole loss, including that of indexers and experts
+    accepts_loss_kwargs = False  # Trainer then scales the whole loss, including that of indexers and experts
     _is_stateful = True  # a state cannot be rewound, so there is no assisted generation
 
     def __init__(self, config: GSMConfig) -> None:
         super().__init__(config)
         if not config.tie_word_embeddings:
-            raise ValueError("tie_word_embeddings must be True, as the head is the embedding, got False")
+            raise ValueError("tie_word_embeddings must be True, as head and embedding share their weight, got False")
         self.model = model_of({"hyper_parameters": {"config": {"model": config.model}}}, "config.json")
         self.post_init()
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """Load as any transformers model does.
+        """Load a model as transformers does, but with errors instead of warnings.
 
-        Unlike there, weights that do not fit, or that a device_map distributes over devices, raise a ValueError instead
-        of a warning.
+        Raises:
+            ValueError: if the weights do not fit the model, or ``device_map`` puts them on several devices.
         """
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         model, report = loaded
         wrong = [str(name) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in report[kind]]
         if wrong:
             raise ValueError(
-                f"the weights do not fit the model in config.json: {', '.join(sorted(wrong)[:4])}; export them again"
+                f"weights must fit the model in config.json, got misfits: {', '.join(sorted(wrong)[:4])}; export again"
             )
         places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
         if len(places) > 1 or "disk" in places:
@@ -93,21 +97,24 @@ class GSMForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Return logits and, with labels, the loss; in training it includes the losses of indexers and experts.
+        """Return the logits, the cache and, with labels, the loss.
+
+        In training the loss includes those of indexers and experts.
 
         Args:
             input_ids: int64 [B, T].
-            attention_mask: [B, T], or [B, U + T] with the U tokens read before; 1 for tokens, 0 for padding on the left
-                of all tokens of a row, or on the right at the end.
-            position_ids: int64 [B, T], a document begins at each 0; they continue those of the tokens read before.
+            attention_mask: [B, T], or [B, U + T] with the U tokens read before; 1 for tokens, 0 for padding, which is
+                on the left of the tokens of a row, or on the right after the last of them.
+            position_ids: int64 [B, T], positions in documents, which continue those of the tokens read before. A
+                document begins at each 0.
             past_key_values: cache of the tokens read before. The call changes it; pass a copy.deepcopy to keep it.
-            labels: int64 [B, T], of the same positions, -100 for positions that do not count; the loss is 0 if none
-                counts.
+            labels: int64 [B, T], the ids at the same positions (they are shifted here); -100 for positions without a
+                loss. If all are -100, the loss is 0.
             use_cache: whether to return a cache; default: as in the configuration, and False in training.
-            logits_to_keep: number of last rows, or indices of rows; 0: all.
+            logits_to_keep: number of last rows to return logits for, or indices of rows; 0: all.
 
         Raises:
-            ValueError: an unsupported argument, with the reason.
+            ValueError: if an argument is invalid or not supported; the message names it and the reason.
         """
         num_items = kwargs.pop("num_items_in_batch", None)
         self._check_call(input_ids, attention_mask, position_ids, labels, past_key_values, logits_to_keep, kwargs)
@@ -115,14 +122,14 @@ class GSMForCausalLM(PreTrainedModel, GenerationMixin):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         memory, before_BU = self.model.start(len(input_ids)) if use_cache else None, None
-        if past_key_values is not None:  # its len() is 0, so it is false
+        if past_key_values is not None:  # not by truth value: its len() is 0
             memory, before_BU = past_key_values.memory, past_key_values.mask_BT
         length = input_ids.shape[1]
         whole_BT = joined_mask(input_ids, attention_mask, memory.used if memory else 0, before_BU)
         mask_BT = None if whole_BT is None else whole_BT[:, -length:]
         if mask_BT is not None and past_key_values is None and labels is None and not bool(mask_BT.any(1).all()):
             raise ValueError(
-                "attention_mask must keep a token of every row, got a row of 0; use the end of text as its first token"
+                "attention_mask must have a 1 in every row, got a row of 0; let that row begin with the end of text"
             )
         target_BT = None if labels is None else torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         last = logits_to_keep if isinstance(logits_to_keep, int) else 0
@@ -154,7 +161,7 @@ class GSMForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: Any,
         others: dict[str, Any],
     ) -> None:
-        """Raise ValueError for arguments of forward of another type, or that these models do not support."""
+        """Raise ValueError if an argument of ``forward`` has a wrong type or shape, or is not supported."""
         wanted = {name: getattr(self.config, name, None) for name in ("output_attentions", "output_hidden_states")}
         for name, value in {**wanted, **{name: value for name, value in others.items() if value is not None}}.items():
             if value is not None and value is not False:
@@ -180,43 +187,48 @@ class GSMForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"{ONE_DEVICE}offloaded weights")
 
     def get_input_embeddings(self) -> torch.nn.Module:
-        """Return the embedding of the tokens."""
+        """Return the token embedding."""
         return self.model.embedding
 
     def get_output_embeddings(self) -> torch.nn.Module:
-        """Return the head, which shares the embedding's weight."""
+        """Return the head, whose weight is that of the embedding."""
         return self.model.head
 
     def set_input_embeddings(self, value: torch.nn.Module) -> None:
-        """Raise NotImplementedError: the vocabulary is fixed."""
+        """Raise NotImplementedError, because the vocabulary is fixed."""
         raise NotImplementedError(FIXED)
 
     def set_output_embeddings(self, new_embeddings: torch.nn.Module) -> None:
-        """Raise NotImplementedError as ``set_input_embeddings`` does."""
+        """Raise NotImplementedError, because the vocabulary is fixed."""
         self.set_input_embeddings(new_embeddings)
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Return the embedding; raise NotImplementedError for another number of rows."""
+        """Return the embedding.
+
+        Raises:
+            NotImplementedError: if ``new_num_tokens`` differs from the present number.
+        """
         if new_num_tokens not in (None, self.model.vocabulary):
             raise NotImplementedError(FIXED)
         return self.model.embedding
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Save as any transformers model does, and write the file that names the model's code."""
+        """Save as transformers does, and write the code file that imports this package."""
         name = CODE.removesuffix(".py")
         self.config.auto_map = {"AutoConfig": f"{name}.GSMConfig", "AutoModelForCausalLM": f"{name}.GSMForCausalLM"}
         super().save_pretrained(save_directory, *args, **kwargs)
         (Path(save_directory) / CODE).write_text(REMOTE, encoding="utf-8")
 
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """Do nothing: the constructors have drawn the weights."""
+        """Do nothing, because the constructors have already initialised the weights."""
 
     def _prepare_model_inputs(
         self, inputs: Tensor | None, bos_token_id: Any, model_kwargs: dict[str, Any]
     ) -> tuple[Tensor, str | None, dict[str, Any]]:
-        """Prepare the prompts: rows without any token begin with the end of text.
+        """Prepare the prompts for ``generate``: rows without a token begin with the bos token.
 
-        Raises ValueError for padding on the right, because new tokens cannot follow it.
+        Raises:
+            ValueError: if there is padding on the right, where new tokens follow, or no bos token for an empty row.
         """
         parent: Any = super()
         ids, name, model_kwargs = parent._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
@@ -240,8 +252,11 @@ class GSMForCausalLM(PreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, *args: Any
     ) -> None:
-        """Make an empty cache, unless there is one or use_cache is False. Raises ValueError for other types of
-        cache."""
+        """Make an empty cache, unless there is one or ``use_cache`` is False.
+
+        Raises:
+            ValueError: if another type of cache is requested, or an argument for the cache is invalid.
+        """
         if generation_config.cache_implementation is not None:
             raise ValueError(
                 "cache_implementation must be left out, as these models have states instead of keys and values, got "
@@ -258,10 +273,10 @@ class GSMForCausalLM(PreTrainedModel, GenerationMixin):
             model_kwargs["past_key_values"] = MemoryCache(self.model.start(sequences))
 
     def _get_logits_processor(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return transformers' processors after a check for finite scores.
+        """Return the logits processors of transformers, preceded by a check for finite scores.
 
-        Without the check, its greedy loop would return token 0 for NaN. With remove_invalid_values there is none,
-        because transformers replaces non-finite scores.
+        Without the check, greedy decoding would return token 0 for NaN. With ``remove_invalid_values`` the check is
+        left out, because transformers then replaces non-finite scores.
         """
         parent: Any = super()
         processors = parent._get_logits_processor(generation_config, *args, **kwargs)
@@ -271,19 +286,23 @@ class GSMForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def _finite(input_ids: Tensor, scores_BV: Tensor) -> Tensor:
-    """Return the scores of the next token. Raises ValueError if they are not finite."""
+    """Return the scores of the next token unchanged.
+
+    Raises:
+        ValueError: if the best score of a sequence is not finite.
+    """
     require_finite(scores_BV.amax(-1))
     return scores_BV
 
 
 def _check_cache(cache: Any, batch: int) -> None:
-    """Raise ValueError for a cache of another type, or for another number of sequences."""
+    """Raise ValueError unless the cache is a ``MemoryCache`` with ``batch`` sequences, or None."""
     if cache is None:
         return
     if not isinstance(cache, MemoryCache):
         raise ValueError(f"past_key_values must be a MemoryCache, or left out, got a {type(cache).__name__}")
     if cache.batch_size != batch:
         raise ValueError(
-            f"past_key_values must have the {batch} sequences of input_ids, got {cache.batch_size}; use "
+            f"past_key_values must have {batch} sequences, as input_ids has, got {cache.batch_size}; use "
             "batch_select_indices() or batch_repeat_interleave() of the cache"
         )

@@ -1,24 +1,26 @@
-"""Causal attention on chosen blocks of slots: for every row and each group of heads, a few blocks of its document.
+"""Causal attention to selected blocks of slots: for every row and each group of heads, a few blocks of its document.
 
-As `gsm_kernels.attend_range`, but row r sees a slot of its range [first, last) only if it lies in a block that the row
-has chosen. Block n of a row is the slots first + n block to first + (n + 1) block - 1. The last block may reach beyond
-the range; slots there are not seen. A row that sees nothing returns 0.
+This is `gsm_kernels.attend_range`, except that a row sees a slot of its range [first, last) only if the slot is in one
+of the row's blocks. Block n of a row is the slots first + n block to first + (n + 1) block - 1. Slots of the last block
+beyond the range are not seen. The output of a row that sees no slot is 0.
 
 Args:
-    query_BRHC: rotated already, if it is at all.
-    key_BFGC, value_BFGC: the slots; F may be 0. H is a multiple of G, and head h belongs to group h // (H / G).
+    query_BRHC: queries, after any rotation.
+    key_BFGC, value_BFGC: keys and values of F slots (F may be 0). H is a multiple of G; head h is in group h // (H /
+        G).
     first_BR, last_BR: int64, the slots [first, last) of a row's document up to its own.
-    chosen_BRGN: int64, numbers of blocks in any order, none twice; -1 for none.
-    block: slots of a block.
+    chosen_BRGN: int64, numbers of distinct blocks in any order; -1 for none.
+    block: slots per block.
 
 Returns:
-    out_BRHC in the query's dtype. Computed in float32, or in float64 if that is what comes in; on a GPU, fast
-    implementations multiply half types as they are and sum in float32. No gradient reaches the choice.
+    out_BRHC in the query's dtype. Computed in float32, or in float64 for float64 inputs; on a GPU, fast implementations
+    multiply half types without conversion and sum in float32. There is no gradient for `chosen_BRGN`.
 
 Raises:
     ValueError: if the shapes do not fit.
 
-Letters: N blocks of a row, L slots of these blocks (N times `block`), M query heads per key head.
+Letters: B sequences, R rows, H query heads, G key and value heads, F slots, C channels of a head, N blocks of a row, L
+slots of these blocks (N times `block`), M query heads per key head.
 
 Source: the selected branch of Yuan et al. 2025, "Native Sparse Attention: Hardware-Aligned and Natively Trainable
 Sparse Attention".
@@ -39,7 +41,7 @@ from gsm_kernels.rows import slices
 from gsm_kernels.shapes import agree
 from gsm_kernels.slots import visible_blocks
 
-MOST = 64  # largest ratio of all slots to the slots that a row sees
+MOST = 64  # with a larger ratio of all slots to the slots that a row sees, masks are not used
 
 
 class Inputs(NamedTuple):
@@ -105,9 +107,9 @@ def _unmasked(inputs: Inputs) -> str | None:
 
 
 def _masked(inputs: Inputs) -> Tensor:
-    """Run PyTorch's own attention with masks made from the chosen blocks, on all slots for some rows at a time.
+    """Run PyTorch's attention on all slots, with masks made from the chosen blocks, some rows at a time.
 
-    It also multiplies invisible slots, but has no gather. With many rows, and not many more slots than a row sees, it
+    This multiplies invisible slots too, but gathers none. With many rows, and not many more slots than a row sees, it
     takes less time, and in training far less memory.
     """
     inputs, dtype = in_one_dtype(inputs), inputs.query_BRHC.dtype

@@ -15,14 +15,14 @@ from gsm.shapes import last_rows
 
 @dataclass(frozen=True)
 class Bank:
-    """The bank that a Full layer publishes.
+    """The bank that a Full layer builds: one entry for every m tokens, shared by the layers of its group.
 
     Attributes:
-        entry_BFC: entries, rotated at the position of their group's first token; key and value at once.
+        entry_BFC: entries in F slots, each both key and value, rotated by the position of the first of its m tokens.
         key_BFI: index keys, with the same rotation (None: no layer searches this bank; a stage may use its own keys).
         first_BR, last_BR: int64, the slots [first, last) that each row may see.
-        latent_BGC: new entries of this call before rotation, from which separate indexers make their keys.
-        slots: plan of the new entries' slots.
+        latent_BGC: the G new entries of this call before rotation, from which separate indexers make their keys.
+        slots: the slots that the new entries are written to.
         angles: rotation of the new entries.
     """
 
@@ -46,11 +46,11 @@ class Attended:
     """The entries that the rows of one layer see.
 
     Attributes:
-        window_BEC: window entries in stream order; the rows' own entries are the last ones.
+        window_BEC: window entries in the order of their tokens; the rows' own entries are the last ones.
         bank: the bank of the layer's group (None on a window-only layer).
         chosen_BRK: int64, selected bank slots, -1 for none (None on a window-only layer).
-        bias_BRK: zeros added to the logits of selected slots; their gradient trains the indexer (None: not used).
-        pool_BRN: int64, candidate blocks that later Reindex layers may search (None: all).
+        bias_BRK: zeros added to the logits of selected slots, whose gradient trains the indexer (None: not used).
+        pool_BRN: int64, candidate blocks that Reindex layers above may search (None: all).
     """
 
     window_BEC: Tensor
@@ -76,7 +76,7 @@ class StatePart(NamedTuple):
     """One tensor of the shared state that a state reader requires of the writer.
 
     Attributes:
-        name: ``entries``; its tap is ``state/entries``.
+        name: such as ``entries``, whose tap is ``state/entries``.
         rotated: whether each entry is rotated by its position, as keys are.
     """
 
@@ -89,11 +89,11 @@ ENTRIES = StatePart("entries")  # the paper's state: one entry per position, key
 
 @dataclass(frozen=True)
 class SharedState:
-    """The state of a model at the first decoder layer.
+    """The shared state that the first decoder layer gets.
 
     Attributes:
-        parts: by name, [B, E, C]: stored and new entries in stream order, the entries of a position adjacent. The last
-            entries are those of the rows.
+        parts: by name, [B, E, C]: stored and new entries in the order of their tokens, the entries of a position
+            adjacent. The last entries are those of the rows.
     """
 
     parts: dict[str, Tensor]

@@ -1,6 +1,7 @@
-"""Dense attention to all previous tokens: a mixer of the slot ``model/mixer``, and YOCO's second half.
+"""Dense attention to all previous tokens: ``Attention`` (``model/mixer``), and ``CrossAttention`` for YOCO's second
+half.
 
-A mixer of this slot follows ``gsm.layers.block.Mixer``.
+Both follow the interface ``gsm.layers.block.Mixer``.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ class Attention(RangeAttention):
     al., 2017; Su et al., 2021; Ainslie et al., 2023).
 
     Args:
-        shape: shared widths.
-        geometry: defines the rotation.
-        name: prefix of its taps.
+        shape: widths that all attention layers share.
+        geometry: gives the rotary embedding.
+        name: prefix of the names of its taps, e.g. ``decoder/3``.
         key_value_heads: key and value heads (G); None: the default of ``KeyValue``.
-        rotary: whether queries and keys are rotated. Without rotation, positions must come from other layers (Kimi
-            Team, 2025).
+        rotary: whether queries and keys are rotated. Without rotation, other layers must encode positions (Kimi Team,
+            2025).
     """
 
     reach = None
@@ -47,7 +48,7 @@ class Attention(RangeAttention):
 
     @property
     def one_input(self) -> tuple[Linear, Linear]:
-        """Maps of the same input."""
+        """The maps of the same input, for ``gsm.layers.linear.side_by_side``."""
         return self.key_value.projection, self.query.down
 
     def start(self, batch: int, kind: str) -> DenseCache:
@@ -70,12 +71,12 @@ class Attention(RangeAttention):
 
 
 class CrossAttention(RangeAttention):
-    """A layer of YOCO's cross-decoder: queries on a history of another part, without a cache.
+    """A layer of YOCO's cross-decoder: attention to keys and values of another part of the model, without a cache.
 
     Args:
-        shape: shared widths.
-        geometry: defines the rotation, which must be that of the history's keys.
-        name: prefix of its taps.
+        shape: widths that all attention layers share.
+        geometry: gives the rotary embedding, which must be that of the keys.
+        name: prefix of the names of its taps, e.g. ``decoder/3``.
     """
 
     reach = 0
@@ -84,11 +85,11 @@ class CrossAttention(RangeAttention):
         super().__init__(shape, rope=geometry.bank_rope(), name=name)
 
     def start(self, batch: int, kind: str) -> None:
-        """Return None: the history belongs to the model, and this layer has no cache."""
+        """Return None, because this layer has no cache: the model stores the keys and values."""
         return None
 
     def forward(self, x_BTD: Tensor, span: Span, cache: None, below: History) -> tuple[Tensor, LayerOutput]:
-        """Attend to ``below``, the history as the rows see it, for the last R of T positions; pass it on."""
+        """Attend to ``below``, the keys and values that the rows see, for the last R of T positions; pass it on."""
         angles = self.rope.at(span, x_BTD.dtype).last_rows(span.rows)
         return self.read(last_rows(x_BTD, span.rows), below.last_rows(span.rows), angles), LayerOutput(None, below)
 

@@ -1,4 +1,7 @@
-"""A block: an attention site and a feed-forward site on the residual streams."""
+"""A block: a sequence mixer (attention or a recurrence) and a feed-forward on the residual streams.
+
+A *site* is the place of either: it reads the streams, and its output is written back to them.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,16 @@ from gsm_kernels import IndexerLoss
 
 
 class LayerOutput(NamedTuple):
-    """The outputs of a layer apart from its streams.
+    """The outputs of a layer besides the residual streams.
 
     Attributes:
         cache: its cache after the call (None: it has none).
         attended: the entries that its rows attended to, for the layers and stages above (None: none; then the
             stack passes on the entries of the layer below).
-        indexer_loss: loss and recall of its indexer, in training.
+        indexer_loss: in training: the loss and recall of its indexer (None: it has none).
         layer_input_BTD: input of its attention, read from the streams, before the norm; set by the block.
         layer_output_BRD: read-out of its final streams, before any norm; set by the block.
-        balance: loads of the feed-forward's experts, in training; set by the block.
+        balance: in training: the loads of the feed-forward's experts; set by the block.
     """
 
     cache: Any
@@ -43,7 +46,7 @@ class LayerOutput(NamedTuple):
 class Mixer(Protocol):
     """The interface of a sequence mixer: attention of any kind, or a recurrence.
 
-    A mixer of the slot ``model/mixer`` is made by a call ``mixer(shape, geometry=..., name=...)``.
+    A mixer of the config group ``model/mixer`` is built by ``mixer(shape, geometry=..., name=...)``.
     """
 
     @property
@@ -56,64 +59,65 @@ class Mixer(Protocol):
         ...
 
     def __call__(self, x_BTD: Tensor, span: Span, cache: Any, below: Any) -> tuple[Tensor, LayerOutput]:
-        """Write entries for all T new positions; compute the output for the last ``span.rows`` of them.
+        """Write entries for all T new positions, and compute the output for the last R = ``span.rows`` of them.
 
         Args:
             x_BTD: normed input.
             span: the new positions, with the number of requested rows.
             cache: the cache of this layer.
-            below: entries that the layer below attended to; for the first layer of a decoder, an input of the model.
+            below: the entries that the layer below attended to; for the first decoder layer, those that the model
+                gives it, such as GSM's state.
 
         Returns:
-            ``update_BRD``, the output for the R rows, and the other outputs.
+            The output of the R rows, [B, R, D], and the other outputs.
         """
         ...
 
     def work(self, kind: str, below: Any) -> LayerCost:
-        """Return the cost of the layer; ``kind`` as in ``start``, ``below``: the cost of the layer below."""
+        """Return the cost of the layer; ``kind`` as in ``start``, ``below`` the cost of the layer below."""
         ...
 
 
 class MixerGeometry(Protocol):
-    """The fields of the geometry, apart from attention widths, that a mixer of the slot ``model/mixer`` may use."""
+    """The fields of ``gsm.models.geometry.Geometry`` that a mixer of ``model/mixer`` may use besides its ``Shape``."""
 
     @property
     def window(self) -> int:
-        """Entries of a local window."""
+        """Number of entries of a local window."""
         ...
 
     @property
     def top_k(self) -> int:
-        """Distant entries that a row selects."""
+        """Number of distant entries that a row selects."""
         ...
 
     def window_rope(self) -> Rope:
-        """Return the rotation of layers that see a window."""
+        """Return the rotary embedding of layers that see a window."""
         ...
 
     def bank_rope(self) -> Rope:
-        """Return the rotation of layers that see the whole context."""
+        """Return the rotary embedding of layers that see the whole context."""
         ...
 
 
-# Taps of what a site reads and of its streams, before the attention and before the feed-forward.
+# Names of the taps of a site's input and of its streams, for the attention and for the feed-forward.
 ENTERING, BETWEEN = ("stream", "streams"), ("stream/between", "streams/between")
 
 
 class Block(nn.Module):
-    """An attention site followed by a feed-forward site. Each reads the streams and writes its output back.
+    """A mixer followed by a feed-forward. Each reads the residual streams and writes its output back.
 
-    With a convolution the feed-forward reads ``x_t + sum_j w_j * x_(t-j)``, channel by channel, inside a document. The
-    weights start at zero, so that a new model computes as one without the convolution (Canon layers: Allen-Zhu, 2025,
-    arXiv 2512.17351).
+    With a convolution, the feed-forward reads ``x_t + sum_j w_j * x_(t-j)``, channel by channel, inside a document. The
+    weights start at zero, so that a new model equals one without the convolution (Canon layers: Allen-Zhu, 2025, arXiv
+    2512.17351).
 
     Args:
         dim: model width.
         attention: a sequence mixer.
-        feed_forward: called with ``dim``; maps each row independently.
-        residual: called with ``dim``, once for each site.
-        name: prefix of its taps, that of its mixer: ``encoder/3``.
-        convolution: tokens that the convolution before the feed-forward sees; 1: no convolution.
+        feed_forward: makes the feed-forward, which maps each row independently; called with ``dim``.
+        residual: makes the residual connection of a site; called with ``dim``, once for each site.
+        name: prefix of the names of its taps, equal to that of its mixer, e.g. ``encoder/3``.
+        convolution: width in tokens of the convolution before the feed-forward; 1: no convolution.
     """
 
     def __init__(
@@ -149,8 +153,8 @@ class Block(nn.Module):
         return ConvolvedCache(cache, self.convolution.start(batch, kind))
 
     def forward(self, streams: Streams, span: Span, cache: Any, below: Any) -> tuple[Streams, LayerOutput]:
-        """Map the streams of T positions to those at the last ``span.rows``; for 0 rows, only update the mixer's
-        cache."""
+        """Map the streams of T positions to those of the last ``span.rows`` positions. For 0 rows, only update the
+        mixer's cache."""
         mixer, window = (cache, None) if self.convolution is None else (cache.mixer, cache.convolution)
         streams, layer_input_BTD = self.entered(self.attention_residual, streams, ENTERING)
         update_BRD, out = self.attention(self.attention_norm(layer_input_BTD), span, mixer, below)
@@ -172,7 +176,7 @@ class Block(nn.Module):
         return streams, out._replace(cache=after, balance=balance, **ends)
 
     def entered(self, site: Residual, streams: Streams, names: tuple[str, str]) -> tuple[Streams, Tensor]:
-        """Return the streams before a site and the site's input, [B, T, D], both as their taps leave them."""
+        """Return the streams before a site and the site's input [B, T, D], after any patch of their taps."""
         if site.streams == 1:
             streams = with_read_out(streams, tap((self, names[0]), streams.mixed_BTD))
             return streams, entering(site, streams)
@@ -182,7 +186,11 @@ class Block(nn.Module):
         return streams, tap((self, names[0]), entering(site, streams))
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
-        """Return the cost of mixer, feed-forward and both sites. Raises ValueError for a part without a known cost."""
+        """Return the cost of the mixer, the feed-forward and both residual connections.
+
+        Raises:
+            ValueError: if one of them has no cost method.
+        """
         mixer: LayerCost = declared_cost(self.attention, "work", kind, below)
         norms = products(self.attention_norm, self.feed_forward_norm)
         sites = (self.attention_residual, self.feed_forward_residual)

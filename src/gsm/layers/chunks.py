@@ -1,14 +1,14 @@
-"""The common part of recurrences in chunks of tokens: cutting into chunks, the state from chunk to chunk, and sums over
-a chunk with a separate decay for every channel.
+"""Common parts of recurrences that are computed a chunk of tokens at a time: cutting into chunks, the state from chunk
+to chunk, and sums over a chunk with a separate decay for every channel.
 
 With d_i the sum of a channel's log decays up to token i, the fraction exp(d_i - d_j) of token j's write remains at a
-later token i. It could be factored into exp(d_i) exp(-d_j), but the second factor may overflow. So a chunk is cut into
-halves after the last token m of the first half. For i after the cut and j before it, exp(d_i - d_m) and exp(d_m - d_j)
-are both at most 1; if one of them underflows to 0, so would their product. Each half is cut in the same way, down to
-single tokens, which have no decay.
+later token i. The factors exp(d_i) and exp(-d_j) would make this a matrix product, but the second may overflow. So a
+chunk is cut into halves; m is the last token of the first half. For i after the cut and j before it, exp(d_i - d_m) and
+exp(d_m - d_j) are both at most 1, and if one underflows to 0, so does the product. Each half is cut in the same way,
+down to single tokens, which need no decay.
 
-Letters: L tokens of a chunk (i, j), a power of two; C channels. All tensors may have the same leading dimensions, and
-rows may have more of them.
+Letters: N chunks, L tokens of a chunk (i, j), a power of two; C channels. All tensors may have the same leading
+dimensions, and rows may have more of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHUNK = 32  # largest number of tokens in a chunk
 
 
 def too_short(inputs: Any) -> str | None:
-    """Return why a call makes no chunk, or None: a token at a time, the equations themselves are faster."""
+    """Return why a call cannot be computed in chunks, or None. For a single token, the plain equations are faster."""
     return "a single token makes no chunk" if inputs.query_BTHC.shape[1] == 1 else None
 
 
@@ -37,7 +37,7 @@ def chunks(x: Tensor, size: int) -> Tensor:
 
 
 def halved(tokens: int) -> int:
-    """Return a chunk size that can be halved down to single tokens."""
+    """Return the chunk size for a number of tokens: a power of two, so that it can be halved down to single tokens."""
     return min(1 << (tokens - 1).bit_length(), CHUNK)
 
 
@@ -80,7 +80,7 @@ def decayed_sums(weight_LL: Tensor, value_LC: Tensor, total_LC: Tensor) -> Tenso
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """Return left @ right; autocast does not lower its gradients."""
+    """Return left @ right, with gradients that autocast does not compute in lower precision."""
     return _Product.apply(left, right)
 
 

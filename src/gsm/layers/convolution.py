@@ -15,17 +15,17 @@ from gsm_kernels.device import at_least_float32, handed_out, in_dtype, once
 
 
 class ShortConvolution(nn.Module):
-    """``y_t = sum_j w_j * x_(t-j)`` for j below the width, channel by channel, over the tokens of one document.
+    """A depthwise causal convolution: ``y_t = sum_j w_j * x_(t-j)`` for 0 <= j < width, inside a document.
 
-    The depthwise convolution of H3 (Fu et al., 2023), which later recurrent mixers also use.
+    Introduced in H3 (Fu et al., 2023); later recurrent mixers use it too.
 
     Args:
         channels: width of the input and the output.
-        width: tokens that a position sees, including itself.
-        zero: start at zero instead of random weights.
+        width: number of tokens that a position sees, including itself.
+        zero: start with zero weights instead of random ones.
 
     Raises:
-        ValueError: for a width outside of 1 to 1024.
+        ValueError: if ``width`` is not in [1, 1024].
     """
 
     def __init__(self, channels: int, width: int, *, zero: bool = False):
@@ -40,8 +40,8 @@ class ShortConvolution(nn.Module):
         """Return the convolution at the new positions.
 
         Args:
-            seen_BEC: the new tokens, after at most ``width - 1`` stored tokens.
-            position_BT: int64, document-local positions of the new tokens; -1 is padding and gives 0.
+            seen_BEC: the new tokens, preceded by up to ``width - 1`` stored tokens.
+            position_BT: int64, positions of the new tokens in their documents; -1 for padding, whose output is 0.
 
         Returns:
             [B, T, C] in the dtype of ``seen_BEC``, summed in at least float32.
@@ -62,7 +62,7 @@ class ShortConvolution(nn.Module):
         return Store(f"{kind}_convolution", len(self.weight), self.width - 1, carried=True)
 
     def products(self) -> ProductCost:
-        """Return the cost per token: a product of every channel with each of its weights."""
+        """Return the cost per token: one multiply-add for every channel and weight."""
         return ProductCost(self.weight.numel(), 2 * len(self.weight), self.weight.numel())
 
 
@@ -72,7 +72,7 @@ def short_convolution(seen_BEC: Tensor, weight_CW: Tensor, position_BT: Tensor) 
 
 
 class _ShortConvolution(torch.autograd.Function):
-    """Changes one tensor in place: a token that does not see so far back sees no token that is farther away."""
+    """Masks one tensor in place, distance by distance: a token without a token at distance j has none farther away."""
 
     @staticmethod
     def forward(ctx: Any, seen_BEC: Tensor, weight_CW: Tensor, position_BT: Tensor) -> Tensor:
@@ -106,8 +106,8 @@ def _widened(seen_BEC: Tensor, weight_CW: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _reaches(wide_BEC: Tensor, tap_WC: Tensor, position_BT: Tensor) -> list[tuple[Tensor, slice, slice, Tensor]]:
-    """Return for every distance its weights, the new tokens that have an entry there, these entries, and 1 for every
-    new token with as many tokens before it in its document, else 0."""
+    """Return for every distance j: its weights, the slice of new tokens for which an entry j tokens back is present,
+    the slice of these entries, and 1 for every such token with at least j tokens before it in its document, else 0."""
     entries, length = wide_BEC.shape[1], position_BT.shape[1]
     stored, farthest = entries - length, min(len(tap_WC), entries)
     back_W11 = torch.arange(farthest, device=position_BT.device)[:, None, None]

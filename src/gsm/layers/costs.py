@@ -1,10 +1,13 @@
-"""The cost of a part of a model, in plain numbers that the part itself returns; ``gsm.costs.model`` turns them into
-FLOPs and bytes.
+"""The cost of each part of a model, in numbers that the part returns. ``gsm.costs.model`` turns them into FLOPs and
+bytes.
 
-A feed-forward and a residual site return ``products()``. A sequence mixer returns ``work(kind, below)``: products for
-each row, token or slot, the entries that its rows read, and its stores. A retriever returns ``work(bank)``. Blocks and
-stages add these up, and a model returns them layer by layer, ``layer_costs()``. A part without such a method has no
-known cost.
+- A feed-forward and a residual connection have ``products()``.
+- A sequence mixer has ``work(kind, below)``: products for each row, token or slot, the entries that its rows read, and
+  its stores.
+- A retriever has ``work(bank)``.
+- Blocks and stages add these up; ``layer_costs()`` of a model returns them layer by layer.
+
+The cost of a model with a part that lacks such a method raises ValueError.
 """
 
 from __future__ import annotations
@@ -20,13 +23,13 @@ POOL_BLOCK = 8  # slots in a block of a candidate pool
 
 @dataclass(frozen=True)
 class ProductCost:
-    """The computation of a part for each row.
+    """The matrix products of a part.
 
     Attributes:
-        multiply_adds: multiply-adds of matrix products.
-        moved: elements of activations that these products read and write.
+        multiply_adds: multiply-adds per row.
+        moved: elements of activations that these products read and write per row.
         weights: parameters that are read, for any number of rows.
-        routed, each: number of weights that belong to routed experts, and the number of them that one row needs.
+        routed, each: number of weights of all routed experts, and of the experts that one row needs.
     """
 
     multiply_adds: int = 0
@@ -39,12 +42,12 @@ class ProductCost:
         return ProductCost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(ProductCost)))
 
     def read(self, rows: int) -> int:
-        """Return the weights that ``rows`` rows read; experts repeat only after all have been chosen."""
+        """Return the number of weights that ``rows`` rows read, if no two rows share an expert until all are in use."""
         return self.weights - self.routed + min(self.routed, rows * self.each)
 
 
 def products(*parts: nn.Module | nn.Parameter | None) -> ProductCost:
-    """Return the cost of one product per row with every matrix of these parts; vectors are only read."""
+    """Return the cost of one product per row with every matrix of these parts. Vectors count as weights only."""
     total = ProductCost()
     for part in parts:
         for weight in [part] if isinstance(part, nn.Parameter) else part.parameters() if part is not None else ():
@@ -59,7 +62,7 @@ def products(*parts: nn.Module | nn.Parameter | None) -> ProductCost:
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """The entries that a row reads: all, the nearest, or selected entries at or before its position.
+    """The cost of attention to entries at or before a row's position: all, the nearest, or selected ones.
 
     Attributes:
         part: ``attention`` or ``index scores``.
@@ -83,12 +86,12 @@ class AttentionCost:
     block: int = 1
 
     def seen(self, first: int, last: int) -> int:
-        """Return the entries that the rows at positions [first, last) see: the sum of min((p + 1) // m, limit)."""
+        """Return how many entries the rows at positions p in [first, last) see: the sum of min((p + 1) // m, limit)."""
         before, until = (pooled(count, self.limit, self.ratio, self.block) for count in (first, last))
         return self.each * (until - before)
 
     def read(self, first: int, last: int) -> int:
-        """Return the number of different entries among these; for selected entries, the largest possible number."""
+        """Return how many of these entries are different; for selected entries, the largest possible number."""
         entries = last // self.ratio
         if self.nearest and self.limit is not None:
             return self.each * min(entries, last - first + self.limit - 1)
@@ -104,9 +107,9 @@ class Store:
         width: elements of an entry.
         size: number of stored entries, the last ones; None: one for every m tokens.
         ratio: tokens per entry (m).
-        full: whether it has its full size from the start, in at least float32: the state of a recurrence.
+        full: whether it has its full size from the start, in at least float32, as the state of a recurrence has.
         carried: whether every call reads all of it.
-        counted: whether an integer of bookkeeping belongs to it.
+        counted: whether the memory also stores an integer count for it.
     """
 
     kind: str
@@ -137,11 +140,11 @@ class LayerCost:
     Attributes:
         per_row, per_token, per_slot: products by part for each requested row, each new position, and each bank slot
             that the new positions finish.
-        looks: the entries that a row reads.
+        looks: the attention costs of a row.
         stores: the stores of the layer.
-        window: cost of reading the window that stages on this layer read, its own or that of the layer below (None: no
-            window, or no stage reads it).
-        bank: cost of reading a bank or a history that layers above may share (None: there is none).
+        window: cost of attention to the window that a stage on this layer reads: its own or that of the layer below
+            (None: no window, or no stage reads it).
+        bank: cost of attention to a bank or a history that layers above may share (None: there is none).
         pool: largest number of slots that layers above search (None: all).
     """
 
@@ -161,7 +164,7 @@ class LayerCost:
 
     @property
     def search(self) -> AttentionCost | None:
-        """The reads of its indexer (None: it has no indexer)."""
+        """The cost of its indexer's search (None: it has no indexer)."""
         return next((look for look in self.looks if look.part == "index scores"), None)
 
     def above(self, below: LayerCost | None) -> LayerCost:
@@ -198,7 +201,11 @@ class Layer:
 
 
 def declared_cost(part: object, method: str, *arguments: object) -> Any:
-    """Return the cost that a part declares. Raises ValueError for a part without the method."""
+    """Return the result of a part's cost method.
+
+    Raises:
+        ValueError: if the part has no such method.
+    """
     cost: Callable[..., Any] | None = getattr(part, method, None)
     if cost is None:
         raise unknown_cost(part, "work(kind, below)" if method == "work" else f"{method}()")
@@ -212,7 +219,7 @@ def unknown_cost(part: object, method: str) -> ValueError:
 
 
 def attention(inner: int, width: int, limit: int | None, **options) -> AttentionCost:
-    """Return the cost of attention with ``inner`` channels in all heads: logit and mixture for each row and entry."""
+    """Return the cost of attention with ``inner`` channels in all heads: the logit and the weighted sum of values."""
     return AttentionCost("attention", 2 * inner, width, limit, **options)
 
 
@@ -224,10 +231,10 @@ def limited(count: int, limit: int | None, ratio: int = 1) -> int:
 
 
 def pooled(count: int, pool: int | None, ratio: int, block: int = POOL_BLOCK) -> int:
-    """Return the sum of the searched slots for k = 1 .. count positions, with a candidate pool.
+    """Return the sum over k = 1 .. count of the slots that the row at position k - 1 searches in a candidate pool.
 
-    If the k // m visible slots fit into the pool, all are searched. Otherwise the pool is, without the missing slots of
-    its newest block, -(k // m) mod the block size.
+    If the k // m visible slots fit into the pool, all are searched. Otherwise the pool is searched, whose newest block
+    lacks -(k // m) mod ``block`` slots.
     """
     if pool is None or block == 1:
         return limited(count, pool, ratio)
@@ -244,7 +251,7 @@ def pooled(count: int, pool: int | None, ratio: int, block: int = POOL_BLOCK) ->
 
 
 def check_pool(pool: int, top_k: int) -> None:
-    """Raise ValueError for a pool that can have fewer slots than a row selects, because its newest block is
+    """Raise ValueError if a pool of ``pool`` slots can have fewer than ``top_k``, as its newest block may be
     incomplete."""
     if pool - POOL_BLOCK + 1 < top_k:
         raise ValueError(

@@ -13,20 +13,20 @@ from gsm.shapes import promoted
 
 
 class DeltaNet(Recurrence):
-    """``S_t = S_(t-1) + beta_t k_t (v_t - S_(t-1)^T k_t)^T``. Query and key pass SiLU and are normalised to unit
-    length; the value passes SiLU.
+    """``S_t = S_(t-1) + beta_t k_t (v_t - S_(t-1)^T k_t)^T``, ``out_t = norm(S_t^T q_t)``. SiLU is applied to queries,
+    keys and values; queries and keys are then normalised to unit length.
 
     Args:
-        shape: shared widths.
+        shape: widths that all attention layers share.
         geometry: unused.
-        name: prefix of its taps.
-        convolution: tokens that the short convolution sees; 1: no convolution.
-        largest_beta: factor of the sigmoid in beta. 1 is the paper's. With 2, a write can reverse the state along its
-            key (an eigenvalue down to -1), so that the state can track a parity (Grazzi et al., 2024).
-        steps: writes per token; several make it DeltaProduct.
+        name: prefix of the names of its taps, e.g. ``decoder/3``.
+        convolution: width in tokens of the short convolution; 1: no convolution.
+        largest_beta: factor of the sigmoid in beta; 1 in the paper. With 2, a write can reverse the state along its key
+            (an eigenvalue down to -1), so that the state can track a parity (Grazzi et al., 2024).
+        steps: writes per token; more than one in ``DeltaProduct``.
 
     Raises:
-        ValueError: for a largest_beta outside of (0, 2], with which the state grows without bound.
+        ValueError: if ``largest_beta`` is not in (0, 2]; above 2, the state grows without bound.
     """
 
     corrects = True
@@ -43,7 +43,7 @@ class DeltaNet(Recurrence):
     ):
         super().__init__(shape, name=name, convolution=convolution, steps=steps)
         if not 0 < largest_beta <= 2:
-            raise ValueError(f"largest_beta must be in (0, 2], where the state cannot explode, got {largest_beta}")
+            raise ValueError(f"largest_beta must be in (0, 2], so that the state stays bounded, got {largest_beta}")
         self.largest_beta = largest_beta
         self.beta = Linear(shape.dim, steps * shape.heads)
 
@@ -56,6 +56,6 @@ class DeltaNet(Recurrence):
         return F.silu(value_BTC)
 
     def strength(self, x_BTD: Tensor) -> Tensor:
-        """Return beta; several writes of a token become consecutive tokens."""
+        """Return beta of every write, [B, T * steps, H]: the writes of a token are consecutive."""
         beta_BTH = self.largest_beta * self.beta(x_BTD).sigmoid()
         return beta_BTH.unflatten(-1, (self.steps, self.heads)).flatten(1, 2)

@@ -7,17 +7,18 @@ For every token t, from the state S [C, C] that the tokens before it have left,
     S  <-  S + k_t w_t^T                    w_t = beta_t (v_t - S^T k_t), the delta rule; w_t = v_t if beta is None
     out_t = scale S^T q_t
 
-A token that is not live (padding) leaves S as it is, whatever its other arguments are, and its output is 0.
+A token that is not live (padding) leaves S unchanged, and its output is 0.
 
 Args:
-    query_BTHC, key_BTHC, value_BTHC: with unit keys, the delta rule moves the state's answer to k_t towards v_t.
-    beta_BTH: strength of a write, in (0, 1), or up to 2 to let S turn back on itself; None: no delta rule.
+    query_BTHC, key_BTHC, value_BTHC: with unit keys, the delta rule moves the state's answer S^T k_t towards v_t.
+    beta_BTH: strength of a write, in (0, 1), or up to 2 so that a write can reverse S along its key; None: no delta
+        rule.
     log_decay_BTH: logarithm of the decay, at most 0; None: no decay.
     start_BT: bool, the token is the first of its document.
     live_BT: bool, False for padding.
     state_BHCC: S before the first token, rows by key channel, columns by value channel.
     scale: factor of the outputs.
-    channel_decay_BTHC: logarithm of the decay of each key channel, at most 0; None: no such decay.
+    channel_decay_BTHC: logarithm of an additional decay of each key channel, at most 0; None: none.
 
 Returns:
     out_BTHC in the query's dtype, and the state after the last token in at least float32. All is computed in at least
@@ -48,7 +49,7 @@ from gsm_kernels.shapes import agree
 
 Kernel = Callable[..., tuple[Tensor, Tensor]]
 
-# Kernels of flash-linear-attention: without the delta rule; with it; and decay; with a decay of each channel.
+# Kernels of flash-linear-attention: no delta rule; delta rule; delta rule with decay; with a decay of each channel.
 FAMILIES = ("simple_gla", "delta_rule", "gated_delta_rule", "kda")
 WIDEST = 256  # largest number of channels of a head
 
@@ -69,7 +70,7 @@ class Inputs(NamedTuple):
 
 
 def _token_by_token(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Compute the equations as they stand."""
+    """Compute the equations above token by token."""
     query, key, value = (at_least_float32(x) for x in inputs[:3])
     state, outs = at_least_float32(inputs.state_BHCC), []
     for t in range(query.shape[1]):
@@ -109,15 +110,15 @@ def _chunked(inputs: Inputs) -> tuple[Tensor, Tensor]:
         S'    = (e_L - K'^T R) S + K'^T U,       K'_j = G_Lj k_j
         out   = (e q - P R) S + P U,             P_ij = G_ij (q_i . k_j)
 
-    so that only S' is computed chunk after chunk. This is the WY form of Yang et al. 2024, "Parallelizing Linear
-    Transformers with the Delta Rule over Sequence Length", with document boundaries as zeros in G and e.
+    so only S' is computed chunk after chunk. This is the WY form of Yang et al. 2024, "Parallelizing Linear
+    Transformers with the Delta Rule over Sequence Length", with zeros in G and e at document boundaries.
 
     If every key channel c has its own decay, d_i, e_i and G_ij are vectors, e multiplies keys and queries channel by
     channel, and G_ij (k_i . k_j) becomes sum_c k_ic G_ijc k_jc, which `gsm.layers.chunks` computes.
     """
     tokens = inputs.query_BTHC.shape[1]
     size = min(tokens, CHUNK) if inputs.channel_decay_BTHC is None else halved(tokens)
-    # A token that is not live reads and writes nothing; the last chunk is padded with such tokens.
+    # A token that is not live neither reads nor writes. The last chunk is padded with such tokens.
     idle_BT11 = ~inputs.live_BT[..., None, None]
     query, key, value = (chunks(at_least_float32(x).masked_fill(idle_BT11, 0), size) for x in inputs[:3])
     log_decay = total = None
@@ -185,7 +186,7 @@ _no_fla = partial(absent, "fla", *(f"fla.ops.{family}" for family in FAMILIES))
 
 
 def _unfit_for_fla(inputs: Inputs) -> str | None:
-    """Return why these kernels cannot take this call, or None."""
+    """Return why the kernels of flash-linear-attention cannot run this call, or None."""
     if (refusal := unfit_for_package(*inputs[:3], waits=inputs.query_BTHC.shape[1] > 1)) is not None:
         return refusal
     if inputs.query_BTHC.shape[-1] > WIDEST:
@@ -198,9 +199,9 @@ def _unfit_for_fla(inputs: Inputs) -> str | None:
 def _by_fla(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Run the Triton kernels of flash-linear-attention (extra `fla`), on a GPU.
 
-    They take no flags of documents, but offsets of concatenated sequences, with an initial state for each. Every
-    document in a row of the batch, or part of a document, becomes such a sequence. Only the device knows their number,
-    so a call of several tokens waits for it; a single token does not.
+    These take offsets of concatenated sequences, and an initial state for each, instead of document starts. So every
+    document, or part of one, in a row of the batch becomes a sequence. A call of several tokens synchronises with the
+    device to count them.
     """
     idle_BT1 = ~inputs.live_BT[..., None]
     key_BTHC = inputs.key_BTHC.masked_fill(idle_BT1[..., None], 0)

@@ -1,8 +1,8 @@
-"""A dropless mixture of experts as in DeepSeek-V4.1: each row is sent to a few of many experts.
+"""A mixture of experts without dropped tokens, as in DeepSeek-V4.1: each row is routed to a few of many experts.
 
     s_e   = sqrt(softplus(x . w_e))                                          score of an expert
-    T     = the K experts with the highest s_e + b_e                         b_e has no other effect
-    y     = shared(x) + sum_{e in T} scale s_e / (sum_{T} s) expert_e(x)     for K = 1 there is no division
+    T     = the K experts with the highest s_e + b_e                         b_e affects only this choice
+    y     = shared(x) + sum_{e in T} scale s_e / (sum_{T} s) expert_e(x)     for K = 1 without the division
 
 N rows of all sequences, E experts, K experts per row, M = N K pairs of a row and an expert, F width of an expert.
 """
@@ -28,33 +28,33 @@ from gsm.shapes import lowered, promoted
 from gsm_kernels import swiglu
 from gsm_kernels.device import full_precision
 
-TINY = 1e-20  # keeps the gradient of a square root, and a quotient, finite
+TINY = 1e-20  # added so that the gradient of a square root, and a quotient, are finite
 
 
 class MixtureOfExperts(nn.Module):
     """Routed experts, and a shared expert for all rows.
 
-    The width of an expert is ``hidden_dim`` / (K + 1), so a row uses ``hidden_dim`` channels in all. A dense
-    feed-forward of that width has the same number of active weights.
+    The width of an expert is ``hidden_dim`` / (K + 1), so a row uses ``hidden_dim`` channels in total, and the number
+    of active weights is that of a dense feed-forward of width ``hidden_dim``.
 
     Loads are balanced in two ways (DeepSeek-V3; DeepSeek-V4.1, section 4.2.2). After every optimiser step ``rebalance``
-    raises b_e by ``bias_step`` if expert e had fewer rows than the mean, and lowers it if it had more; b_e has no
+    raises b_e by ``bias_step`` if expert e got fewer rows than the mean, and lowers it if it got more; b_e has no
     gradient. In addition there is a small loss, the mean over sequences of sum_e f_e P_e. Here f_e is E / K times the
-    fraction of a sequence's rows that were sent to e, and P_e is the mean of s_e / sum s over these rows; the sum is 1
-    for even loads. A sequence is a row of the batch with all documents packed in it.
+    fraction of a sequence's rows that are routed to e, and P_e is the mean of s_e / sum s over all its rows; the sum is
+    1 for even loads. A sequence is a row of the batch with all documents packed in it.
 
     Args:
-        dim: model width.
-        hidden_dim: total width of the experts of a row; K + 1 must divide it.
-        experts: routed experts (E).
-        chosen: routed experts per row (K).
-        route_scale: sum of a row's weights of routed experts, for two or more of them.
-        bias_step: change of a bias per step.
-        balance_weight: weight of the loss; 0 for none.
+        dim: model width (D).
+        hidden_dim: sum of the widths of the experts that a row uses; a multiple of K + 1.
+        experts: number of routed experts (E).
+        chosen: number of routed experts per row (K).
+        route_scale: sum of the weights of a row's routed experts, for K of at least 2.
+        bias_step: change of a bias per optimiser step.
+        balance_weight: weight of the loss; 0: no loss.
         limit: clamp of both branches, as in ``SwiGLU``.
 
     Raises:
-        ValueError: for invalid numbers of experts, or if K + 1 does not divide the width.
+        ValueError: if a number of experts is invalid, or ``hidden_dim`` is not a multiple of K + 1.
     """
 
     nudges_E: Tensor
@@ -78,16 +78,16 @@ class MixtureOfExperts(nn.Module):
         width, rest = divmod(hidden_dim, chosen + 1)
         if rest:
             raise ValueError(
-                f"feed_forward_dim must be a multiple of {chosen + 1}, the experts of a row (chosen + 1), got "
-                f"{hidden_dim}"
+                f"feed_forward_dim must be a multiple of {chosen + 1}, the number of experts of a row (chosen + 1), "
+                f"got {hidden_dim}"
             )
         self.chosen, self.route_scale, self.balance_weight = chosen, route_scale, balance_weight
         self.bias_step = bias_step
         self.router = Router(dim, experts)
         self.experts = Experts(dim, width, experts, limit)
         self.shared = SwiGLU(dim, width, limit=limit)
-        # Number of times that b_e was raised minus number of times that it was lowered. An integer survives a cast of
-        # the model to bfloat16, which would lose steps of 0.001.
+        # How often b_e was raised minus how often it was lowered. An integer survives a cast of the model to bfloat16,
+        # in which steps of 0.001 would be lost.
         self.register_buffer("nudges_E", torch.zeros(experts, dtype=torch.int64))
 
     def forward(self, x_BRD: Tensor, position_BR: Tensor | None = None) -> Fed:
@@ -108,11 +108,11 @@ class MixtureOfExperts(nn.Module):
 
     @torch.no_grad()
     def rebalance(self, load_E: Tensor) -> None:
-        """Move every bias one step towards even loads; ``load_E`` is int64, the rows of a whole optimiser step."""
+        """Move every bias one step towards even loads; ``load_E``, int64, counts the rows of an optimiser step."""
         self.nudges_E += torch.sign(load_E.sum() - load_E.numel() * load_E)
 
     def products(self) -> ProductCost:
-        """Return the cost of the router, the shared expert, and K routed experts, each with its own rows."""
+        """Return the cost of the router, the shared expert and K routed experts per row."""
         every = products(self.experts)
         each = self.chosen * every.weights // self.nudges_E.numel()
         dim, width = self.experts.down.shape[1:]
@@ -120,12 +120,12 @@ class MixtureOfExperts(nn.Module):
         return products(self.router, self.shared) + ProductCost(each, moved, every.weights, every.weights, each)
 
     def inactive_weights(self) -> int:
-        """Return the number of weights of the experts that a row is not sent to."""
+        """Return the number of weights of the experts that a row is not routed to."""
         each = sum(p[0].numel() for p in self.experts.parameters())
         return (self.nudges_E.numel() - self.chosen) * each
 
     def _balance(self, score_BRE: Tensor, chosen_BRK: Tensor, counts_BR: Tensor) -> Balance:
-        """Return the loads of the rows that are not padding."""
+        """Return the loads, counting all rows except padding."""
         counts_BR1 = counts_BR[..., None].to(score_BRE.dtype)
         sent_BRE = torch.zeros_like(score_BRE).scatter(-1, chosen_BRK, counts_BR1.expand(-1, -1, self.chosen))
         share_BRE = counts_BR1 * score_BRE / (score_BRE.sum(-1, keepdim=True) + TINY)
@@ -134,11 +134,11 @@ class MixtureOfExperts(nn.Module):
 
 
 class Router(Linear):
-    """Scores of all experts, sqrt(softplus(x W^T)), in at least float32.
+    """The router: scores of all experts, sqrt(softplus(x W^T)), in at least float32.
 
     Args:
         dim_in: model width.
-        dim_out: experts.
+        dim_out: number of experts (E).
     """
 
     def forward(self, x_BRD: Tensor) -> Tensor:
@@ -149,10 +149,10 @@ class Router(Linear):
 
 
 class Experts(nn.Module):
-    """Parallel SwiGLUs. Each processes all rows that are sent to it, without a capacity limit.
+    """The routed experts, each a SwiGLU. Each processes all rows routed to it, without a capacity limit.
 
-    Rows are sorted by expert, so that the products of all experts are one grouped product. Its shape does not depend on
-    the routing.
+    Rows are sorted by expert, so that the products of all experts are one grouped product, whose shape is independent
+    of the routing.
 
     Args:
         dim: model width.
@@ -164,7 +164,7 @@ class Experts(nn.Module):
     def __init__(self, dim: int, width: int, experts: int, limit: float):
         super().__init__()
         self.limit, self.experts = limit, experts
-        self.group: dist.ProcessGroup | None = None  # ranks that divide the experts; None: all experts are local
+        self.group: dist.ProcessGroup | None = None  # the ranks that share the experts; None: all experts are local
         self.gate = nn.Parameter(torch.empty(experts, width, dim))
         self.up = nn.Parameter(torch.empty(experts, width, dim))
         self.down = nn.Parameter(torch.empty(experts, dim, width))
@@ -199,16 +199,16 @@ class Experts(nn.Module):
     def local(self, weight: Tensor) -> Tensor:
         """Return the weights of this rank's experts.
 
-        Their gradient is divided by the number of ranks in the group: they get rows of all ranks, and the losses of the
-        ranks are averaged. The trainer averages the gradients of all other weights.
+        Their gradient is divided by the number of ranks in the group, because it is the sum over the rows of all these
+        ranks, whose losses are averaged. For all other weights, the trainer averages the gradients.
         """
         weight = weight.to_local() if isinstance(weight, DTensor) else weight
         return weight if self.group is None else _Divided.apply(weight, self.group.size())
 
     def send(self, x_MD: Tensor, weight_M1: Tensor, expert_M: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return weight_m expert_m(x_m) if ranks divide the experts: send rows to their experts and results back.
+        """Return weight_m expert_m(x_m) for experts on several ranks: send rows to their experts, and results back.
 
-        The host must know the numbers of rows, so it waits for the device.
+        Synchronises with the device, because the host must know the numbers of rows.
         """
         index_E = torch.arange(self.experts, device=expert_M.device)
         count_E = torch.searchsorted(expert_M, index_E, right=True).diff(prepend=index_E.new_zeros(1))
@@ -227,9 +227,10 @@ class Experts(nn.Module):
 
 
 def ways_to_divide(parts: Sequence[Experts], ranks: int) -> list[int]:
-    """Return the numbers of neighbouring ranks that can divide the experts of all these layers; 1 means undivided.
+    """Return the numbers of neighbouring ranks over which the experts of all these layers can be divided.
 
-    Each neighbour gets the same number of experts. Ranks with the same experts divide the widths of their weights.
+    Each rank gets the same number of experts; 1 means that experts are not divided. Ranks with the same experts divide
+    the widths of their weights.
     """
     counts = [part.experts for part in parts]
     widths = {weight.shape[1] for part in parts for weight in part.parameters()}
@@ -251,7 +252,7 @@ def _gather(y_MD: Tensor, place_M: Tensor, rows: int) -> Tensor:
 
 
 class _Spread(torch.autograd.Function):
-    """``_spread`` with the gradient ``_gather``. PyTorch's own gradient would sort again, or add in any order."""
+    """``_spread`` with the gradient ``_gather``. PyTorch's gradient would sort again, or add in arbitrary order."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, order_M: Tensor, place_M: Tensor) -> Tensor:

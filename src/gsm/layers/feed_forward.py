@@ -1,5 +1,5 @@
-"""Feed-forwards: the interface and output of all of them, and SwiGLU with clamped branches, the dense feed-forward of
-all models (DeepSeek-V4.1).
+"""The interface and the output of feed-forwards, and SwiGLU with clamped branches, the dense feed-forward of all models
+(DeepSeek-V4.1).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from gsm_kernels import swiglu
 
 
 class Balance(NamedTuple):
-    """The loads of experts, per sequence, in training.
+    """The loads of the experts of a layer, per sequence, in training.
 
     Attributes:
-        sent_BE: number of rows sent to each expert, in at least float32.
+        sent_BE: number of rows routed to each expert, in at least float32.
         share_BE: sum over rows of the score of each expert, with the scores of a row divided by their sum;
             differentiable.
         rows_B: number of rows.
@@ -40,7 +40,7 @@ class Balance(NamedTuple):
 
     @property
     def load_E(self) -> Tensor:
-        """Number of rows of all sequences sent to each expert, int64."""
+        """Number of rows of all sequences that are routed to each expert, int64."""
         return self.sent_BE.detach().sum(0).long()
 
 
@@ -48,8 +48,8 @@ class Fed(NamedTuple):
     """The output of a feed-forward.
 
     Attributes:
-        update_BRD: its output.
-        balance: loads of its experts, in training (None: no experts, or not in training).
+        update_BRD: the output of each row.
+        balance: the loads of its experts (None: no experts, or not in training).
     """
 
     update_BRD: Tensor
@@ -69,12 +69,12 @@ class FeedForward(Protocol):
 
 
 class SwiGLU(nn.Module):
-    """``down( silu(min(gate(x), limit)) * clip(up(x), -limit, limit) )``; the product in at least float32.
+    """``down( silu(min(gate(x), limit)) * clip(up(x), -limit, limit) )``; the product is in at least float32.
 
     Args:
-        dim: model width.
-        hidden_dim: width between the two maps.
-        limit: upper clamp of the gate, and clamp of the other branch on both sides.
+        dim: model width (D).
+        hidden_dim: hidden width.
+        limit: upper bound of ``gate(x)``, and bound of the magnitude of ``up(x)``.
     """
 
     def __init__(self, dim: int, hidden_dim: int, *, limit: float = 10.0):

@@ -21,13 +21,14 @@ STEP = (0.001, 0.1)
 
 class GatedDeltaNet(DeltaNet):
     """``S_t = alpha_t S_(t-1) + beta_t k_t (v_t - alpha_t S_(t-1)^T k_t)^T`` with
-    ``alpha_t = exp(-exp(A) softplus(W x_t + b))``, one number per head; the normed output is gated by ``silu(W' x_t)``.
+    ``alpha_t = exp(-exp(A) softplus(W x_t + b))``, one number per head. The normed output is multiplied by
+    ``silu(W' x_t)``.
 
     Args:
-        shape: shared widths.
+        shape: widths that all attention layers share.
         geometry: unused.
-        name: prefix of its taps.
-        convolution: tokens that the short convolution sees; 1: no convolution.
+        name: prefix of the names of its taps, e.g. ``decoder/3``.
+        convolution: width in tokens of the short convolution; 1: no convolution.
         largest_beta: as in ``DeltaNet``.
     """
 
@@ -50,12 +51,12 @@ class GatedDeltaNet(DeltaNet):
 
 
 def fresh_rates(number: int) -> Tensor:
-    """Draw logarithms of the initial decay rates of heads."""
+    """Draw the logarithms of the initial decay rates of ``number`` heads."""
     return torch.empty(number).uniform_(*RATE).log()
 
 
 def fresh_steps(number: int) -> Tensor:
-    """Draw initial biases: softplus of each is a step in the range ``STEP``."""
+    """Draw the initial biases b of ``number`` heads: softplus(b) is a step in the range ``STEP``."""
     low, high = (math.log(step) for step in STEP)
     step_N = torch.empty(number).uniform_(low, high).exp()
     return step_N + torch.log(-torch.expm1(-step_N))

@@ -1,12 +1,12 @@
-"""A linear map of its own for each group of rows, as the experts of a mixture need it.
+"""A separate linear map for each group of rows, for a mixture of experts.
 
-Rows lie sorted by group: the rows of group e are [end_{e-1}, end_e). Then
+Rows are sorted by group: the rows of group e are [end_{e-1}, end_e). Then
 
     y_m = weight_e x_m    for every row m of group e
 
 Args:
     x_MD: the rows.
-    weight_END: one matrix for each group; E groups, D numbers in, N numbers out.
+    weight_END: one matrix for each of E groups, with D inputs and N outputs.
     end_E: int32, one past the last row of each group, ascending; the last is M. A group may be empty.
 
 Returns:
@@ -28,15 +28,15 @@ from gsm_kernels import Impl, Op
 from gsm_kernels.device import HOPPER, for_a_graph, full_precision, no_nvidia_gpu
 from gsm_kernels.shapes import agree
 
-ALIGNED = 8  # numbers of 2 bytes in 16 bytes
+ALIGNED = 8  # numbers of 2 bytes in the 16 bytes that a row must be a multiple of
 
 
-# Group sizes have to be known for one product after the other, so on a GPU the host waits for them; only in a CUDA
-# graph, where it cannot, does every matrix meet all rows. Two custom operators hide the loop from tracing: outside of
-# them, no shape depends on a size.
+# The reference runs one product after the other. So on a GPU the host waits for the group sizes; in a CUDA graph, where
+# it cannot wait, every matrix is applied to all rows. Two custom operators hide the loop from tracing: outside of them,
+# no shape depends on a group size.
 @torch.library.custom_op("gsm_kernels::grouped_products", mutates_args=())
 def _products(x_MD: Tensor, weight_END: Tensor, end_E: Tensor) -> Tensor:
-    """y_MN: the rows of each group times its matrix."""
+    """Return y_MN: the rows of each group times its matrix."""
     with full_precision(x_MD):
         if for_a_graph():
             return _each_by_all(x_MD, weight_END, end_E)
@@ -45,13 +45,13 @@ def _products(x_MD: Tensor, weight_END: Tensor, end_E: Tensor) -> Tensor:
 
 @torch.library.custom_op("gsm_kernels::grouped_outer_products", mutates_args=())
 def _outer_products(y_MN: Tensor, x_MD: Tensor, end_E: Tensor) -> Tensor:
-    """One matrix [N, D] for each group: the sum of its rows' outer products."""
+    """Return one matrix [N, D] for each group: the sum of the outer products of its rows."""
     with full_precision(x_MD):
         return torch.stack([y.T @ x for y, x in zip(_groups(y_MN, end_E), _groups(x_MD, end_E), strict=True)])
 
 
 def _each_by_all(x_MD: Tensor, weight_END: Tensor, end_E: Tensor) -> Tensor:
-    """Compute the same without waiting for the ends: every matrix is applied to all rows, and its own are kept."""
+    """Compute the same without waiting for ``end_E``: apply every matrix to all rows, and keep those of its group."""
     row_M1 = torch.arange(len(x_MD), device=x_MD.device)[:, None]
     y_MN, start = x_MD.new_zeros(len(x_MD), weight_END.shape[1]), end_E.new_zeros(())
     for weight, end in zip(weight_END, end_E, strict=True):
@@ -89,12 +89,12 @@ _products.register_autograd(_gradients, setup_context=_keep)
 
 @register_flop_formula([torch.ops.gsm_kernels.grouped_products, torch.ops.gsm_kernels.grouped_outer_products])
 def _flops(first: tuple[int, ...], second: tuple[int, ...], *_: object, **__: object) -> int:
-    """Return the FLOPs of either op: every row is multiplied with one matrix."""
+    """Return the FLOPs of either operator: every row is multiplied with one matrix."""
     return 2 * first[0] * first[-1] * (second[1] if len(second) == 3 else second[-1])
 
 
 def _no_grouped_mm() -> str | None:
-    """Why it is not for this machine."""
+    """Return why ``torch._grouped_mm`` cannot be used on this machine, or None."""
     if (refusal := no_nvidia_gpu()) is not None:
         return f"torch._grouped_mm {refusal}"
     major, minor = torch.cuda.get_device_capability()
@@ -104,7 +104,7 @@ def _no_grouped_mm() -> str | None:
 
 
 def _unfit_for_grouped_mm(x_MD: Tensor, weight_END: Tensor, end_E: Tensor) -> str | None:
-    """Return why this call is not for it."""
+    """Return why ``torch._grouped_mm`` cannot run this call, or None."""
     if not x_MD.is_cuda:
         return f"needs tensors on a GPU, got {x_MD.device.type}"
     if {x_MD.dtype, weight_END.dtype} != {torch.bfloat16}:
@@ -117,10 +117,9 @@ def _unfit_for_grouped_mm(x_MD: Tensor, weight_END: Tensor, end_E: Tensor) -> st
 def _grouped_mm(x_MD: Tensor, weight_END: Tensor, end_E: Tensor) -> Tensor:
     """Run PyTorch's grouped matrix product: one launch for all groups, whose ends stay on the device.
 
-    On compute capability 9.0 it is a CUTLASS kernel that needs nothing from the host. Its loads need rows of a multiple
-    of 16 bytes. Group sizes are free: with weights stored [out, in] no product runs along a row's place in memory,
-    forward or backward. (For newer chips wrong gradients of empty groups have been reported, pytorch/pytorch issue
-    172439; older ones have a loop that waits for the ends.)
+    On compute capability 9.0 it is a CUTLASS kernel that does not wait for the host. It needs rows of a multiple of 16
+    bytes; group sizes are arbitrary. (On newer GPUs, wrong gradients of empty groups have been reported,
+    pytorch/pytorch issue 172439; on older ones it is a loop that waits for the ends.)
     """
     return torch._grouped_mm(x_MD.contiguous(), weight_END.contiguous().mT, offs=end_E)
 

@@ -13,18 +13,18 @@ from gsm.shapes import promoted
 
 
 class GSA(SlotMemory):
-    """Slots with the decay ``a_t = sigmoid(W x_t)^(1 / damping)``, one number per slot and token.
+    """``SlotMemory`` with the decay ``a_t = sigmoid(W x_t)^(1 / damping)``, one number per slot and token.
 
     Args:
-        shape: shared widths.
+        shape: widths that all attention layers share.
         geometry: unused.
-        name: prefix of its taps.
-        convolution: tokens that the short convolution sees; 1: no convolution, as in the original.
+        name: prefix of the names of its taps, e.g. ``decoder/3``.
+        convolution: width in tokens of the short convolution; 1: no convolution, as in the original.
         slots: slots of a head (M); None: its number of channels.
-        damping: divisor of the logarithm of the decay: slots forget more slowly than with the sigmoid alone.
+        damping: divisor of the logarithm of the decay; above 1, slots forget more slowly than with the sigmoid alone.
 
     Raises:
-        ValueError: for slots below 1, or a damping of 0 or less.
+        ValueError: if ``slots`` is below 1, or ``damping`` not above 0.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""The training signal of indexers: the slot ``model/indexer_training``.
+"""How indexers are trained: the config group ``model/indexer_training``.
 
-A selection has no gradient, so the language-model loss alone does not train an indexer. The variants differ in the
-gradient of its parameters. Its inputs are detached in all variants (``gsm.layers.projections.Indexer``).
+An indexer scores bank entries, and the Top-K of the scores are selected. A selection has no gradient, so the
+language-model loss alone does not train an indexer. The variants differ in the gradient that its parameters get. Its
+inputs are detached in all variants (``gsm.layers.projections.Indexer``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from gsm.layers.rope import Angles
 from gsm.layers.search import Selection
 from gsm_kernels import IndexerLoss, indexer_kl, score_slots
 
-# Runs of neighbouring rows in a sample. Neighbours share windows, and a run of 1,024 / 16 rows is one tile.
+# Number of runs of neighbouring rows in a sample. Neighbours share windows, and a run of 1,024 / 16 rows is one tile.
 RUNS = 16
 TILE = 64  # rows of a tile in the kernels
 
@@ -28,14 +29,13 @@ TILE = 64  # rows of a tile in the kernels
 class IndexerTraining:
     """Base of all variants: indexers get no gradient."""
 
-    # Whether an indexer has a loss of its own.
+    # Whether an indexer is trained by a separate loss.
     by_loss = False
-    # Whether the language-model loss trains an indexer, through attention.
+    # Whether an indexer is trained by the language-model loss, through attention.
     by_attention = False
 
     def freeze_untrained(self, model: nn.Module) -> None:
-        """Freeze the indexers of a new model if they never get a gradient, so that no optimiser moves or decays
-        them."""
+        """Freeze the indexers of a new model if they never get a gradient, so that no optimiser changes them."""
         for part in model.modules():
             if isinstance(part, Indexer) and not (self.by_loss or self.by_attention):
                 part.requires_grad_(False)
@@ -80,10 +80,10 @@ class IndexerTraining:
 
 
 class KL(IndexerTraining):
-    """The default: KL divergence of the indexer's distribution from the attention mass on the bank, as in the training
-    of DeepSeek-V3.2's indexer, from the first step. The paper does not specify the training of its indexers.
+    """The default: a KL loss between the distribution of the attention over the bank, the teacher, and that of the
+    index scores, as in DeepSeek-V3.2, from the first step. The paper does not specify the training of its indexers.
 
-    The teacher is the attention of the searching rows: the layer's, or for a separate indexer the stage's.
+    The teacher is the attention of the rows that search: that of the layer, or for a separate indexer of the stage.
 
     Up to ``dense_limit`` new tokens, the distributions are compared over all visible slots, in every row. The cost
     grows with the square of the length. Above the limit, it grows linearly:
@@ -95,9 +95,12 @@ class KL(IndexerTraining):
     Recall is measured at every length: in every row up to the limit, and in the sample above it.
 
     Args:
-        dense_limit: largest number of tokens for the full comparison.
-        beyond: the comparison above the limit.
-        sampled_rows: rows of a sequence in the sample (``sampled_runs``).
+        dense_limit: largest number of tokens for which all rows and all visible slots are compared.
+        beyond: ``sampled`` or ``selected``, the comparison above the limit.
+        sampled_rows: number of rows of a sequence in the sample (``sampled_runs``).
+
+    Raises:
+        ValueError: if ``beyond`` is neither.
     """
 
     by_loss = True
@@ -116,7 +119,8 @@ class KL(IndexerTraining):
         return "selected" if tokens > self.dense_limit and self.beyond == "selected" else "visible"
 
     def rows_compared(self, tokens: int) -> list[slice]:
-        """Return all rows up to the limit; above it, the rows of a sample, with each run in the middle of its share."""
+        """Return all rows up to the limit; above it, the rows of a typical sample, each run in the middle of its
+        share."""
         if tokens <= max(self.dense_limit, self.sampled_rows, RUNS):
             return [slice(0, tokens)]
         share = tokens // RUNS
@@ -170,8 +174,9 @@ def sample(call: dict[str, Any], count: int, pieces: int = 1) -> dict[str, Any]:
     """Return the arguments of ``indexer_kl`` for about ``count`` rows of a sequence: ``RUNS`` runs of neighbouring
     rows.
 
-    The pieces of a sequence share the runs equally, and each has at least one. Rows of padding before each run hold the
-    window entries that its first row sees. They see no slot.
+    If the sequence is cut into ``pieces``, they share the runs equally, and each has at least one. Each run is preceded
+    by rows of padding, which see no slot; their place in the window holds the entries that the first row of the run
+    sees.
     """
     position_BR, width = call["position_BR"], call["width"]
     batch, rows = position_BR.shape
@@ -197,11 +202,19 @@ def sample(call: dict[str, Any], count: int, pieces: int = 1) -> dict[str, Any]:
 
 
 def sampled_runs(chosen_BRK: Tensor, count: int, runs: int = RUNS) -> tuple[Tensor, int]:
-    """Return the starts of the runs, int64 [B, runs], and the length of each. They have about ``count`` rows in total.
+    """Draw runs of neighbouring rows, about ``count`` rows in total.
 
-    The rows are divided into equal shares, with one run anywhere in each. The draw is a hash of the selections, so that
-    sequences, steps and indexers differ, and a repeated step draws the same rows. Rows at fixed places would always
-    miss the same positions, such as the questions at the end of a synthetic task.
+    The rows are divided into equal shares, with one run at a random place in each. Rows at fixed places would always
+    miss the same positions, such as the questions at the end of a synthetic task. The random number is a hash of the
+    selections, so it differs between sequences, steps and indexers, and is the same if a step is repeated.
+
+    Args:
+        chosen_BRK: int64, the selections of all rows.
+        count: number of rows.
+        runs: number of runs.
+
+    Returns:
+        The first row of each run, int64 [B, runs], and the number of rows in a run.
     """
     share, run_N = chosen_BRK.shape[1] // runs, torch.arange(runs, device=chosen_BRK.device)
     length = min(-(-count // runs), share)
@@ -214,18 +227,17 @@ class Frozen(IndexerTraining):
 
 
 class ScoreBias(IndexerTraining):
-    """Straight-through: the gradient of a selected slot's attention logit is also the gradient of its index score.
+    """Straight-through: the index score of a selected slot gets the gradient of the slot's attention logit.
 
         dL/dscore_tk = sum over all readers of slot k for row t, and over heads, of dL/dlogit_thk
 
-    A slot that lowers the language-model loss gets a higher score; unselected slots get no gradient.
+    The score of a slot that lowers the language-model loss rises. Unselected slots get no gradient.
 
-    The value of the score is not added to the logit. A score is made for ranking and has its own scale. Adding it would
-    change the attention, so that arms of a comparison would differ in more than the training of indexers, and every
-    mode and kernel would need it. So the model's outputs are unchanged, and there is a bias of zeros in training only.
+    The logit gets a bias of zeros with this gradient, in training only. The score itself is not added, because that
+    would change the attention, and with it the outputs of the model.
 
-    Reuse layers, and stages that share the layer's Top-K, read the selection of one indexer. All of them train it: its
-    selection affects the loss through each of them, and the gradients add up.
+    Reuse layers, and stages that share the layer's Top-K, read the selection of one indexer, which gets the sum of the
+    gradients from all of them.
     """
 
     by_attention = True
@@ -245,10 +257,14 @@ class ScoreBias(IndexerTraining):
 def indexer_losses(
     named: Sequence[tuple[str, IndexerLoss]], weight: float
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return losses and metrics of the indexers, by name, for the output of a training forward.
+    """Return the losses and the metrics of the indexers, by name.
 
-    The loss is their mean times ``weight``. The metrics are the fractions of the teacher's mass in the Top-K, for each
-    indexer and on average.
+    The loss is the mean over indexers times ``weight``. The metrics are the recall, the fraction of the teacher's mass
+    on the selected slots, of each indexer and on average.
+
+    Args:
+        named: the name, and the loss and recall, of each indexer.
+        weight: weight of the loss.
     """
     if not named:
         return {}, {}

@@ -15,14 +15,15 @@ from gsm.shapes import promoted
 
 class KDA(DeltaNet):
     """``S_t = A_t S_(t-1) + beta_t k_t (v_t - S_(t-1)^T A_t k_t)^T`` with ``A_t = diag(alpha_t)`` and
-    ``alpha_t = exp(-exp(a) softplus(W_2 W_1 x_t + b))``, one number per channel, and ``a`` one per head. The normed
-    output is gated by ``sigmoid(W_2' W_1' x_t)``. The rank of both maps is the number of channels of a head.
+    ``alpha_t = exp(-exp(a) softplus(W_2 W_1 x_t + b))``, one number per channel; ``a`` is one number per head. The
+    normed output is multiplied by ``sigmoid(W_2' W_1' x_t)``. The rank of both maps is the number of channels of a
+    head.
 
     Args:
-        shape: shared widths.
+        shape: widths that all attention layers share.
         geometry: unused.
-        name: prefix of its taps.
-        convolution: tokens that the short convolution sees; 1: no convolution.
+        name: prefix of the names of its taps, e.g. ``decoder/3``.
+        convolution: width in tokens of the short convolution; 1: no convolution.
         largest_beta: as in ``DeltaNet``.
     """
 

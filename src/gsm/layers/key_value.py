@@ -1,5 +1,5 @@
-"""Separate keys and values, and attention to a contiguous range of them: the common parts of dense, windowed and shared
-attention of the comparators. Queries and outputs are the same as in all other models.
+"""Attention with separate keys and values to a contiguous range of slots: the common parts of dense, windowed and
+shared attention. Query and output projections are the same as in all other models.
 
 G key and value heads, each for H / G query heads; U = 2 G C, the width of an entry: keys and values, concatenated.
 """
@@ -28,17 +28,17 @@ from gsm_kernels.slots import visible, visible_blocks
 
 @dataclass(frozen=True)
 class History:
-    """Keys and values, and the range of them that each row sees.
+    """Keys and values, and the range of slots that each row sees.
 
     Attributes:
         key_BFGC, value_BFGC: rotated keys, and values, of G heads in F slots.
         first_BR, last_BR: int64, the slots [first, last) that each row sees.
-        width: largest number of slots of a range, if the slots are a stream that ends with the rows (None: no limit).
+        width: largest number of slots in a range, if the last slots are those of the rows (None: no limit).
         whole: whether each row sees every slot up to its own, or with ``width`` the last ``width`` of them.
         chosen_BRGN: int64, the blocks of the range that each row sees (None: the whole range).
-        block: slots of a block.
+        block: slots per block.
 
-    Width and whole are known on the host: ``gsm_kernels.attend_range`` defines them.
+    The host knows ``width`` and ``whole``, so kernels can be chosen by them; see ``gsm_kernels.attend_range``.
     """
 
     key_BFGC: Tensor
@@ -62,16 +62,16 @@ class UnfitHeads(ValueError):
 
 
 class KeyValue(nn.Module):
-    """The key and value heads of a token: one projection, with rotated keys.
+    """The projection of a token to its keys and values, with rotated keys.
 
-    They are stored together as one entry of width U, so that a memory has one store and makes one copy.
+    They are stored together as one entry of width U, so that a memory needs one store and one copy.
 
     Args:
-        shape: shared widths.
+        shape: widths that all attention layers share.
         heads: key and value heads (G); None: ``default_heads`` of the query heads.
 
     Raises:
-        UnfitHeads: a ValueError, if the heads do not divide the query heads.
+        UnfitHeads: a ValueError, if ``heads`` does not divide the number of query heads.
     """
 
     def __init__(self, shape: Shape, heads: int | None = None):
@@ -79,13 +79,13 @@ class KeyValue(nn.Module):
         self.heads = default_heads(shape.heads) if heads is None else heads
         if self.heads < 1 or shape.heads % self.heads:
             raise UnfitHeads(
-                f"key_value_heads must divide the {shape.heads} query heads, got {self.heads}; null means one of "
-                "every four"
+                f"key_value_heads must divide the number of query heads ({shape.heads}), got {self.heads}; null: one "
+                "for every four query heads"
             )
         self.projection = Linear(shape.dim, 2 * self.heads * shape.entry_dim)
 
     def forward(self, x_BTD: Tensor, angles: Angles, projected_BTU: Tensor | None = None) -> Tensor:
-        """Return ``entry_BTU``; ``projected_BTU`` is ``projection(x_BTD)``, if that is known."""
+        """Return ``entry_BTU``; ``projected_BTU`` is ``projection(x_BTD)`` if the caller has computed it."""
         key_BTGC, value_BTGC = self.split(self.projection(x_BTD) if projected_BTU is None else projected_BTU)
         return torch.cat([rotate(key_BTGC, *angles).flatten(2), value_BTGC.flatten(2)], dim=-1)
 
@@ -94,19 +94,19 @@ class KeyValue(nn.Module):
         return self.projection.weight.new_empty(batch, self.projection.out_features)
 
     def history(self, seen_BFU: Tensor, slots: Slots, span: Span) -> History:
-        """Return all entries of a cache, with the ranges of the requested rows."""
+        """Return the entries of a cache as a ``History``, in which a row sees its document up to its own position."""
         whole = span.single_document or span.filled is not None
         key_BFGC, value_BFGC = self.split(seen_BFU if span.filled is None else seen_BFU[:, : span.filled])
         history = History(key_BFGC, value_BFGC, slots.first_BT, slots.last_BT, whole=whole)
         return history.last_rows(span.rows)
 
     def recent(self, seen_BEU: Tensor, width: int, span: Span) -> History:
-        """Return the entries of a window, in stream order. Each requested row sees the last ``width`` entries of its
-        document."""
+        """Return the entries of a window, in the order of their tokens, as a ``History``. Each requested row sees the
+        last ``width`` entries of its document."""
         stored, position_BR = seen_BEU.shape[1], span.row_position_BR
         place_R = torch.arange(stored - span.rows, stored, device=position_BR.device)
         last_BR = (place_R + 1).expand_as(position_BR)
-        first_BR = last_BR - (position_BR.clamp(max=width - 1) + 1)  # padding, at -1, sees nothing
+        first_BR = last_BR - (position_BR.clamp(max=width - 1) + 1)  # empty for padding, whose position is -1
         key_BEGC, value_BEGC = self.split(seen_BEU)
         return History(key_BEGC, value_BEGC, first_BR, last_BR, width, span.single_document)
 
@@ -116,19 +116,19 @@ class KeyValue(nn.Module):
         return key_BFGC, value_BFGC
 
     def work(self, kind: str, size: int | None = None) -> LayerCost:
-        """Return the cost of the projection for each token, and of storing all entries, or the last ``size``, as
-        ``kind``."""
+        """Return the cost of the projection for each token, and of a store ``kind`` with the last ``size`` entries
+        (None: all)."""
         store = Store(kind, self.projection.out_features, size, counted=size is None)
         return LayerCost(per_token={"keys and values": products(self)}, stores=(store,))
 
 
 class RangeAttention(MultiHead):
-    """Attention to a history.
+    """Attention to a ``History``.
 
     Args:
-        shape: shared widths.
-        rope: rotation of queries, equal to that of the keys.
-        name: prefix of its taps, e.g. ``decoder/3``.
+        shape: widths that all attention layers share.
+        rope: rotary embedding of the queries, equal to that of the keys.
+        name: prefix of the names of its taps, e.g. ``decoder/3``.
     """
 
     def __init__(self, shape: Shape, *, rope: Rope, name: str):
@@ -140,8 +140,8 @@ class RangeAttention(MultiHead):
         return self.project(self.attend(rotate(query_BRHC, *angles), history))
 
     def attend(self, query_BRHC: Tensor, history: History, branch: str = "") -> Tensor:
-        """Return the mixture of values for rotated queries, [B, R, H, C]; the names of the taps begin with
-        ``branch``."""
+        """Return the weighted sum of values for rotated queries, [B, R, H, C]; ``branch`` precedes the names of the
+        taps."""
         key_BFGC = tap((self, branch + "key"), history.key_BFGC)
         value_BFGC = tap((self, branch + "value"), history.value_BFGC)
         if key_BFGC is not history.key_BFGC or value_BFGC is not history.value_BFGC:
@@ -155,33 +155,34 @@ class RangeAttention(MultiHead):
         return attend_blocks(query_BRHC, *entries, *ranges, history.chosen_BRGN, history.block)
 
     def read_cost(self, width: int, limit: int | None = None) -> LayerCost:
-        """Return the cost of attention to a history with entries of this width; a row sees all or the nearest ones."""
+        """Return the cost of attention to entries of width ``width``: to all, or to the nearest ``limit`` entries."""
         inner = self.query.width
         per_row = {"projections": products(self.query, self.output), "attention": ProductCost(moved=2 * inner)}
         return LayerCost(per_row, looks=(attention(inner, width, limit, nearest=True),))
 
 
 def default_heads(heads: int) -> int:
-    """Return the largest number of key heads with at least four query heads each; 1 for fewer than four."""
+    """Return the largest number of key heads that divides ``heads`` and has at least four query heads each; 1 for fewer
+    than four query heads."""
     return next(count for count in range(max(1, heads // 4), 0, -1) if heads % count == 0)
 
 
 def range_weights(query_BRHC: Tensor, history: History) -> Tensor:
-    """Return the attention weights, which the kernels never materialise, [B, R, H, F].
+    """Return the attention weights [B, R, H, F], which the kernels never materialise.
 
-    Rows sum to 1, or to 0 if a row sees nothing.
+    They sum to 1 over slots, or to 0 for a row that sees no slot.
     """
     query_BRGYC = promoted(query_BRHC).unflatten(2, (history.key_BFGC.shape[2], -1))
     with full_precision(query_BRGYC):
         logit_BRGYF = torch.einsum("brgyc,bfgc->brgyf", query_BRGYC, promoted(history.key_BFGC))
         logit_BRHF = logit_BRGYF.flatten(2, 3) * query_BRHC.shape[-1] ** -0.5
         hidden = _hidden(history, query_BRHC.shape[2])
-        lowest = torch.finfo(logit_BRHF.dtype).min  # with -inf, a row that sees nothing would have a gradient of NaN
+        lowest = torch.finfo(logit_BRHF.dtype).min  # with -inf, a row that sees no slot would have a gradient of NaN
         return logit_BRHF.masked_fill(hidden, lowest).softmax(dim=-1).masked_fill(hidden, 0)
 
 
 def range_mixture(weight_BRHF: Tensor, history: History) -> Tensor:
-    """Return the mixture of values with these weights, [B, R, H, C]; weights of invisible slots are ignored."""
+    """Return the sum of values with these weights, [B, R, H, C]; weights of invisible slots are ignored."""
     seen_BRHF = weight_BRHF.masked_fill(_hidden(history, weight_BRHF.shape[2]), 0)
     weight_BRGYF = seen_BRHF.unflatten(2, (history.value_BFGC.shape[2], -1))
     with full_precision(weight_BRHF):

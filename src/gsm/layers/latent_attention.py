@@ -1,7 +1,8 @@
-"""The common part of all latent attention: a query, a sink, an output projection, and the attention to visible entries.
+"""The common part of all latent attention: a query, a sink, an output projection, and attention to the visible entries.
 
-Encoder layers, the baseline's decoder layers, aggregation stages and GSM's decoder layers differ only in the source of
-the entries.
+An entry is a vector that is both key and value of all heads. The sink is a learned logit of each head in the softmax,
+without a value. Encoder layers, the baseline's decoder layers, aggregation stages and GSM's decoder layers differ only
+in where their entries come from.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ class LatentAttention(MultiHead):
 
     Args:
         dim_in: width of the query's input.
-        shape: shared widths.
-        window: entries of the window that a row sees, including its own.
-        rope: rotation of queries and outputs, equal to that of the entries.
-        name: prefix of its taps, e.g. ``encoder/3``.
-        indexer_training: trains the indexer that searches for it; None: the default, ``KL``.
+        shape: widths that all attention layers share.
+        window: number of window entries that a row sees, including its own (W).
+        rope: rotary embedding of queries and outputs, equal to that of the entries.
+        name: prefix of the names of its taps, e.g. ``encoder/3``.
+        indexer_training: trains the indexer that selects entries for it; None: the default, ``KL``.
     """
 
     def __init__(
@@ -54,8 +55,8 @@ class LatentAttention(MultiHead):
         self.sink = nn.Parameter(torch.zeros(shape.heads))
 
     def read(self, query_BRHC: Tensor, attended: Attended, position_BR: Tensor, angles: Angles) -> Tensor:
-        """Attend with one softmax over window and selected slots, with the sink in the denominator; then project the
-        output, [B, R, D]."""
+        """Attend with one softmax over the window, the selected slots and the sink; return the projected output, [B, R,
+        D]."""
         entry_BFC = None if attended.bank is None else attended.bank.entry_BFC
         selected = (entry_BFC, attended.chosen_BRK, attended.bias_BRK)
         return self.project(self.mix_entries(query_BRHC, attended.window_BEC, position_BR, angles, *selected))
@@ -73,21 +74,22 @@ class LatentAttention(MultiHead):
         repeats: int = 1,
         tap_name: str = "weights",
     ) -> Tensor:
-        """Attend with one softmax over the window and the selected entries, if any, with the sink in the denominator.
-
-        Returns [B, R, H, C].
+        """Attend with one softmax over the window, the selected entries, if any, and the sink.
 
         Args:
             query_BRHC, window_BEC, position_BR, entry_BFC, chosen_BRK, bias_BRK: as in ``gsm_kernels.attend``.
             angles: rotation of the rows.
             repeats: number of consecutive copies of each row; the output of the last copy is used.
-            tap_name: tap of the weights, after the prefix of this layer.
+            tap_name: name of the weights' tap, after the prefix of this layer.
+
+        Returns:
+            The weighted sums of entries, [B, R, H, C].
         """
         band = (query_BRHC, window_BEC, position_BR, self.window_size, self.sink, angles.cos_BTP, angles.sin_BTP)
         return attend_tapped((self, tap_name), *band, entry_BFC, chosen_BRK, bias_BRK, repeats=repeats)
 
     def choose(self, attended: Attended, selection: Selection) -> Attended:
-        """Return ``attended`` with the selection and, in training, with the bias that trains its indexer."""
+        """Return ``attended`` with the selection and, in training, the bias that trains the indexer."""
         if self._trains_indexer(selection):
             selection = selection._replace(bias_BRK=self.indexer_training.bias(selection))
         return replace(attended, chosen_BRK=selection.chosen_BRK, bias_BRK=selection.bias_BRK)
@@ -102,10 +104,8 @@ class LatentAttention(MultiHead):
         return self.indexer_training.loss(selection, *call, tokens=span.tokens)
 
     def cost_of_rows(self, *others: nn.Module | None) -> dict[str, ProductCost]:
-        """Return the cost per row of all parameters except the parameters of ``others``, which are counted elsewhere.
-
-        The cost of reading entries is not included.
-        """
+        """Return the cost per row of the products with all parameters, except those of ``others``, which are counted
+        elsewhere. Attention to entries is not included."""
         parts = [part for part in self.children() if part not in others]
         read_and_written = ProductCost(moved=2 * self.query.width)
         return {"projections": products(*parts, *self.parameters(recurse=False)), "attention": read_and_written}
@@ -135,17 +135,17 @@ def attend_tapped(
     *,
     repeats: int = 1,
 ) -> Tensor:
-    """Attend, with a tap on the attention weights. Returns [B, R, H, C].
+    """Attend, with a tap on the attention weights; return the weighted sums of entries, [B, R, H, C].
 
-    The kernels never materialise the weights. They are computed only when the tap is recorded or patched, and a patch
-    of them determines the output.
+    The kernels never materialise the weights. They are computed only if the tap is recorded or patched; if patched, the
+    output is computed from the patch.
 
     Args:
         name: name of the tap.
         repeats: number of consecutive copies of each row; the output of the last copy is used.
         query_BRHC, ..., bias_BRK: as in ``gsm_kernels.attend``, or without the last three as in ``attend_band``.
     """
-    width = min(width, window_BEC.shape[1])  # a state may be far larger than a text, and all its weights take memory
+    width = min(width, window_BEC.shape[1])  # weights of places without an entry, as in a large state, waste memory
     band = (query_BRHC, window_BEC, position_BR, width, sink_H, cos_BRP, sin_BRP)
     counts = slice(repeats - 1, None, repeats)
     replaced_BRHE = tap(name, lambda: _weights(*band, entry_BFC, chosen_BRK, bias_BRK)[:, counts])
@@ -190,7 +190,8 @@ def _weights(
 def _seen(
     window_BEC: Tensor, position_BR: Tensor, width: int, entry_BFC: Tensor | None, chosen_BRK: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the entry of every weight of a row except the sink's, [B, R, K, C], and whether the row sees it."""
+    """Return the entry that belongs to each weight of a row except the sink's, [B, R, K, C], and whether the row sees
+    it, [B, R, K]."""
     rows, stored = position_BR.shape[1], window_BEC.shape[1]
     row_R = torch.arange(stored - rows, stored, device=position_BR.device)
     back_W = torch.arange(width - 1, -1, -1, device=position_BR.device)

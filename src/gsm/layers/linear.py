@@ -13,27 +13,27 @@ from torch.nn.functional import linear
 from gsm.shapes import lowered
 from gsm_kernels.device import in_dtype, once
 
-# Gain of maps that write to the residual streams: a model that starts close to its embedding learns faster at first.
+# Gain of maps whose output is added to the residual streams. With a small gain, a new model learns faster at first.
 INTO_RESIDUAL = 0.2
 
 _moving = threading.Lock()
 
 
 def draw(weight: Tensor, std: float) -> None:
-    """Fill a weight from a normal distribution, except on the meta device.
+    """Fill a weight from a normal distribution with standard deviation ``std``, except on the meta device.
 
-    There PyTorch would take milliseconds to fill nothing: a large model, built only to count its parameters, would take
-    ten seconds instead of two.
+    There PyTorch takes milliseconds per weight without any effect. Building a large model to count its parameters would
+    take ten seconds instead of two.
     """
     if not weight.is_meta:
         nn.init.normal_(weight, std=std)
 
 
 class Linear(nn.Linear):
-    """``x W^T``, used for every projection of the models.
+    """A linear map without bias, ``x W^T``, used for every projection of the models.
 
     Args:
-        dim_in, dim_out: widths.
+        dim_in, dim_out: widths of input and output.
         gain: scale of the initial weights; inputs of unit variance give outputs of variance ``gain ** 2``.
     """
 
@@ -46,18 +46,18 @@ class Linear(nn.Linear):
         draw(self.weight, self.gain * self.in_features**-0.5)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map [..., dim_in] to [..., dim_out], without the lookup of a bias, which would run seventy times per
-        token."""
+        """Map [..., dim_in] to [..., dim_out]. ``nn.Linear.forward`` also looks up a bias, which takes time in
+        decoding."""
         return linear(input, self.weight)
 
 
 class GroupedLinear(nn.Module):
-    """Parallel small linear maps: group g of the input is multiplied by its own matrix.
+    """Parallel linear maps: group g of the input channels is multiplied by matrix g.
 
     Args:
         groups: number of groups; must divide ``dim_in``.
         dim_in: width of the whole input.
-        rank: outputs of each group.
+        rank: width of the output of each group.
     """
 
     def __init__(self, groups: int, dim_in: int, rank: int):
@@ -96,18 +96,17 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def _grouped_product(x_NGI: Tensor, weight_GIO: Tensor) -> Tensor:
-    """Multiply group g of every row by matrix g. The products are written where they belong, instead of group after
-    group and then transposed."""
+    """Multiply group g of every row by matrix g. The products are written to their final place, without a transpose."""
     out_NGO = x_NGI.new_empty(*x_NGI.shape[:2], weight_GIO.shape[2])
     torch.bmm(x_NGI.transpose(0, 1), weight_GIO, out=out_NGO.transpose(0, 1))
     return out_NGO
 
 
 def together(x: Tensor, *maps: Linear) -> tuple[Tensor, ...]:
-    """Apply several maps to one input, [..., dim_in]. If their weights are ``side_by_side``, this is one product for a
-    single row without gradients and autocast.
+    """Apply several maps to one input, [..., dim_in].
 
-    For more rows, each map would have a strided piece of the product, whose copies cost more than a product saves.
+    For a single row without gradients and autocast, this is one product if the weights are ``side_by_side``. For more
+    rows, the results would be strided pieces of the product, whose copies cost more than one product saves.
     """
     joint = _joint(x, maps)
     if joint is None:
@@ -122,14 +121,15 @@ def concatenated(x: Tensor, *maps: Linear) -> Tensor:
 
 
 def side_by_side(model: nn.Module) -> None:
-    """Move the weights that a part of the model names as its ``one_input`` into one storage, one after another.
+    """Move the weights of maps with the same input, which parts name by ``one_input()``, into one storage.
 
-    They remain parameters with their names, values and gradients, and no weight is stored twice: a change of one in
-    place, as by an optimiser, changes the joint product. A cast or another assignment separates them again. Weights
-    that are no ordinary parameters stay where they are, and so do all weights of a model that FSDP2 divides.
+    Then one product can apply all of them (``together``). They remain separate parameters with the same names, values
+    and gradients, and a change in place, such as an optimiser's, also changes the joint product. A cast or another
+    assignment separates them again. Weights that are no ordinary parameters are not moved, nor are any weights of a
+    model that FSDP2 divides.
     """
     parts = list(model.modules())
-    if any(hasattr(part, "unshard") for part in parts):  # FSDP2 gathers weights into memory of its own, and reads that
+    if any(hasattr(part, "unshard") for part in parts):  # FSDP2 gathers weights into other memory before use
         return
     with _moving, torch.inference_mode(False), torch.no_grad():
         for part in parts:
@@ -143,15 +143,15 @@ def side_by_side(model: nn.Module) -> None:
 
 
 def _joint(x: Tensor, maps: Sequence[Linear]) -> Tensor | None:
-    """Return the weights of maps as one matrix, a view; None if ``x`` has to be given to each of them."""
+    """Return the weights of the maps as one matrix, a view; None if the maps must be applied one by one."""
     if x.numel() != x.shape[-1] or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
     if any(type(part) is not Linear or part._forward_hooks or part._forward_pre_hooks for part in maps):
-        return None  # a part in the place of ours, as of LoRA, may have the same weight and compute something else
+        return None  # a replacement of a map, such as LoRA's, may have the same weight and compute something else
     weights = [part.weight for part in maps]
     if not _adjacent(weights):
         return None
-    if torch.is_autocast_enabled(x.device.type):  # it keeps the lowered copy of a parameter, but not of a view
+    if torch.is_autocast_enabled(x.device.type):  # autocast caches the lowered copy of a parameter, but not of a view
         return None
     width = weights[0].shape[1]
     return weights[0].as_strided((sum(map(len, weights)), width), (width, 1))

@@ -21,27 +21,26 @@ SLOWEST = 1e-4  # lower bound of the decay rate of a state
 
 
 class Mamba3(Recurrence):
-    """``S_t = a_t S_(t-1) + (1 - l_t) d_t a_t k_(t-1) v_(t-1)^T + l_t d_t k_t v_t^T`` (the trapezoidal rule), with a
-    step ``d_t = softplus(W_d x_t + b)``, ``a_t = exp(-max(softplus(W_a x_t), 1e-4) d_t)`` and ``l_t = sigmoid(W_l
-    x_t)`` for every head. Queries and keys are normed and shifted by a bias of each head. Their pairs of channels are
-    rotated by the sum of ``pi tanh(W x_s) d_s`` over the tokens s up to their own, which makes the state complex. The
-    output is ``norm(S_t^T q_t + D v_t) silu(W' x_t)``.
+    """``S_t = a_t S_(t-1) + (1 - l_t) d_t a_t k_(t-1) v_(t-1)^T + l_t d_t k_t v_t^T`` (the trapezoidal rule), with the
+    step ``d_t = softplus(W_d x_t + b)``, ``a_t = exp(-max(softplus(W_a x_t), 1e-4) d_t)`` and
+    ``l_t = sigmoid(W_l x_t)`` for every head. Queries and keys are normed, and a bias of each head is added. Pairs of
+    their channels are rotated by the sum of ``pi tanh(W x_s) d_s`` over the tokens s up to their own, which makes the
+    state complex. The output is ``norm(S_t^T q_t + D v_t) silu(W' x_t)``.
 
-    This is the original's form with one input and one output per head (SISO), with a norm of the output, which is off
-    by default in the original. Keys and queries are projected for each head, as in all recurrences here; in the
-    original all heads share them.
+    This is the form with one input and one output per head (SISO). It differs from the original's defaults in two
+    ways: the output is normed, and every head has its own keys and queries, as in all recurrences here.
 
-    The state of a head is [C + 2, C]: S, then key and value of the last token. S is stored in the frame of the last
-    token's rotation, so the angle itself is not stored.
+    The state of a head is [C + 2, C]: S, then the key and the value of the last token. S is stored relative to the
+    rotation of the last token, so that the angle need not be stored.
 
     Args:
-        shape: shared widths.
+        shape: widths that all attention layers share.
         geometry: unused.
-        name: prefix of its taps.
-        rotated: rotated channels of a head, the last ones; None: half of the channels, as in the original.
+        name: prefix of the names of its taps, e.g. ``decoder/3``.
+        rotated: number of rotated channels of a head, the last ones; None: half of the channels, as in the original.
 
     Raises:
-        ValueError: for an invalid number of rotated channels.
+        ValueError: if ``rotated`` is odd, below 2 or above the number of channels.
     """
 
     def __init__(self, shape: Shape, *, geometry: object, name: str, rotated: int | None):
@@ -65,11 +64,11 @@ class Mamba3(Recurrence):
         self.gate = Linear(shape.dim, shape.heads * channels)
 
     def query_feature(self, x_BTHC: Tensor) -> Tensor:
-        """Norm, then shift by the bias."""
+        """Norm the queries, then add their bias."""
         return self.query_norm(x_BTHC) + self.query_bias.view(self.heads, -1).type_as(x_BTHC)
 
     def feature(self, x_BTHC: Tensor) -> Tensor:
-        """Norm, then shift by the bias, with the keys' own norm and bias."""
+        """Norm the keys, then add their bias."""
         return self.key_norm(x_BTHC) + self.key_bias.view(self.heads, -1).type_as(x_BTHC)
 
     def recur(
@@ -83,9 +82,10 @@ class Mamba3(Recurrence):
     ) -> tuple[Tensor, Tensor]:
         """Return the state's output for every query, [B, T, H, C], and the final state.
 
-        A token is written by itself, and again when the next one comes. Doing both writes just before the next token is
-        one linear attention over earlier tokens. The contribution of a token's own write is added separately. The
-        alternative would add a part of a later token to a row and subtract it again, with rounding errors.
+        Each token is written twice: at its own step and at the next one. If both writes are made just before the next
+        token, the reads are one linear attention over earlier tokens, to which the contribution of the row's own write
+        is added. (Otherwise a part of a later token would be added to a row and subtracted again, with rounding
+        errors.)
         """
         live_BT1, later_BT1 = (position_BT >= 0)[..., None], (position_BT > 0)[..., None]
         step_BTH = F.softplus(promoted(self.step(x_BTD)) + promoted(self.step_bias))
@@ -107,7 +107,7 @@ class Mamba3(Recurrence):
             None,
             log_decay_BTH,
             start_BT,
-            torch.ones_like(position_BT, dtype=torch.bool),  # padding may follow a token that is not written yet
+            torch.ones_like(position_BT, dtype=torch.bool),  # padding too: the token before it may still be unwritten
             state_BHCC,
         )
         own_BTH = first_BTH * (promoted(query) * promoted(key)).sum(-1)
@@ -122,7 +122,7 @@ class Mamba3(Recurrence):
         return out_BRHC * F.silu(self.gate(x_BRD)).unflatten(-1, (self.heads, -1))
 
     def multiplied(self) -> int:
-        """Return the multiply-adds per token: one read of the state, and writes of this and the previous token."""
+        """Return the multiply-adds per token: one read of the state, and the writes of this and the previous token."""
         return 3 * self.heads * self.width**2
 
 
@@ -132,7 +132,7 @@ def before(x_BT: Tensor) -> Tensor:
 
 
 def outer(key_BHC: Tensor, value_BHC: Tensor) -> Tensor:
-    """Return the outer product of a write, [B, H, C, C]."""
+    """Return the outer products k v^T, [B, H, C, C]."""
     return key_BHC[..., None] * value_BHC[:, :, None]
 
 

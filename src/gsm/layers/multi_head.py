@@ -1,4 +1,4 @@
-"""The two ends of every attention: the queries of its heads, and the projection of what the heads return."""
+"""The common part of every attention: the query projection and the output projection."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class MultiHead(nn.Module):
 
     Args:
         dim_in: width of the query's input.
-        shape: shared widths.
-        rope: rotation of the queries, equal to that of the keys.
-        name: prefix of its taps, e.g. ``encoder/3``.
+        shape: widths that all attention layers share.
+        rope: rotary embedding of the queries, equal to that of the keys.
+        name: prefix of the names of its taps, e.g. ``encoder/3``.
     """
 
     def __init__(self, dim_in: int, shape: Shape, *, rope: Rope, name: str):
@@ -26,11 +26,11 @@ class MultiHead(nn.Module):
         self.output = OutputProjection(shape)
 
     def ask(self, x_BRD: Tensor, down_BRQ: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return ``query_BRHC``, not rotated yet, and the latent ``latent_BRQ``; arguments as in ``Query``."""
+        """Return the queries before rotation, [B, R, H, C], and their latents, [B, R, Q]; arguments as in ``Query``."""
         query_BRHC: Tensor
         query_BRHC, latent_BRQ = self.query(x_BRD, down_BRQ)
         return tap((self, "query"), query_BRHC), latent_BRQ
 
     def project(self, out_BRHC: Tensor) -> Tensor:
-        """Map the output of all heads to [B, R, D]."""
+        """Project the outputs of all heads to [B, R, D]."""
         return self.output(tap((self, "heads"), out_BRHC))

@@ -3,12 +3,12 @@ Sparse Attention"): three kinds of attention to one cache of keys and values, we
 
     x -> keys, values --+--> compressor -> an entry for each block ---> all of them --- gate --.
                         |                       | scores                                       |
-                        +--> all tokens ---> the best blocks, token by token ---------- gate --+-> output
+                        +--> all tokens ---> the tokens of the best blocks ------------ gate --+-> output
                         '--> the last tokens ------------------------------------------ gate --'
 
 As in ``fla/layers/nsa.py`` of flash-linear-attention 0.6, the three share keys and values, and the same non-overlapping
-blocks are compressed and selected. Compression is a mean there, and an MLP over the whole block in the paper; here it
-is learned, token by token (``BlockCompressor``).
+blocks are compressed and selected. A block is compressed by a mean there, by an MLP over the whole block in the paper,
+and here by an MLP of each token (``BlockCompressor``).
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ class NSA(RangeAttention):
     """Gated attention to compressed blocks, to the tokens of selected blocks, and to a window.
 
     Args:
-        shape: shared widths.
-        geometry: defines the rotation, and the defaults of window and blocks.
-        name: prefix of its taps.
-        block: tokens of a block (m).
-        blocks: blocks that a row selects (n), including its own, the previous one and the first of its document; None:
-            these three, and enough others to hold the geometry's ``top_k`` tokens.
-        window: tokens that a row sees individually (W); None: the geometry's.
+        shape: widths that all attention layers share.
+        geometry: gives the rotary embedding, and the defaults of window and blocks.
+        name: prefix of the names of its taps, e.g. ``decoder/3``.
+        block: tokens per block (m).
+        blocks: number of blocks that a row selects (n), including its own, the previous one and the first of its
+            document; None: these three, and as many others as hold the geometry's ``top_k`` tokens.
+        window: tokens in the window (W); None: the geometry's.
         key_value_heads: key and value heads (G); None: the default of ``KeyValue``.
 
     Raises:
-        ValueError: for a block outside of 2 to 65536, blocks outside of 3 to 65536 or a window below 1 token.
+        ValueError: if ``block`` is not in [2, 65536], ``blocks`` not in [3, 65536], or ``window`` below 1.
     """
 
     reach = None
@@ -113,7 +113,7 @@ class NSA(RangeAttention):
         return self.project(out[0] + out[1] + out[2]), LayerOutput(BlockCache(tokens, blocks))
 
     def compress(self, recent_BEU: Tensor, span: Span, cache: BankCache) -> tuple[History, BankCache]:
-        """Return the compressed blocks as the rows see them, including the blocks that this call finishes."""
+        """Return the compressed blocks, including those that this call finishes, with the range that each row sees."""
         count_B, new = cache.count_B, span.position_BT.shape[1]
         slots = span.once(("slots", self.block), lambda: plan_slots(span.position_BT, self.block, count_B))
         heads = self.key_value.heads
@@ -144,15 +144,16 @@ class NSA(RangeAttention):
 
 
 class BlockCompressor(nn.Module):
-    """One key and one value for every m tokens of a document: ``W_2 sum_i silu(W_1 k_i + p_i) / sqrt(m)``, with a
-    vector p for each place in a block, and a second such map for values. All heads share them.
+    """Compress every m tokens of a document to one key, ``W_2 sum_i silu(W_1 k_i + p_i) / sqrt(m)``, with a vector p_i
+    for each place in a block, and to one value, with a second such map. All heads share the maps.
 
-    Keys arrive rotated. Their rotation is undone first, and the compressed key is rotated to the block's first token.
+    The given keys are rotated. Their rotation is undone first, and the compressed key is rotated by the position of the
+    block's first token.
 
     Args:
         width: channels of a head (C).
-        block: tokens of a block (m).
-        rope: rotation of the keys.
+        block: tokens per block (m).
+        rope: rotary embedding of the keys.
     """
 
     def __init__(self, width: int, block: int, rope: Rope):
@@ -166,8 +167,8 @@ class BlockCompressor(nn.Module):
         """Return the entries of the blocks that finish in this call, ``block_BGU``; zeros for unused slots.
 
         Args:
-            recent_BEU: keys and values of tokens, stored and new, in stream order.
-            slots: plan of the blocks that finish.
+            recent_BEU: keys and values of stored and new tokens, in their order.
+            slots: the slots of the blocks that finish.
             new: number of new tokens.
             heads: key and value heads.
         """
@@ -191,7 +192,7 @@ class BlockCompressor(nn.Module):
         return leave(hidden_BGMHC.sum(2) * self.block**-0.5)
 
     def work(self, heads: int) -> ProductCost:
-        """Return the cost per block: maps of keys and values of all tokens and heads; weights are read once."""
+        """Return the cost per block: the maps of the keys and values of all its tokens and heads."""
         enter, leave = products(self.key_in, self.value_in), products(self.key_out, self.value_out)
         times = heads * self.block
         products_of_all = times * enter.multiply_adds + heads * leave.multiply_adds
@@ -203,19 +204,19 @@ class BlockCompressor(nn.Module):
 def choose_blocks(query_BRHC: Tensor, blocks: History, position_BR: Tensor, block: int, count: int) -> Tensor:
     """Select the blocks of tokens that each row attends to, for each group of heads.
 
-    These are the first block of its document, its own, the previous one, and the blocks with the largest attention
-    weight among the compressed ones, summed over the heads of the group.
+    These are the first block of its document, its own block, the previous one, and the blocks whose compressed entries
+    have the largest attention weights, summed over the heads of the group.
 
     Args:
         query_BRHC: rotated queries.
         blocks: the compressed blocks; a row sees only finished ones.
         position_BR: int64, positions of the rows in their documents, -1 for padding.
-        block: tokens of a block.
-        count: blocks that a row selects (n), at least three.
+        block: tokens per block.
+        count: number of blocks that a row selects (n), at least 3.
 
     Returns:
-        chosen_BRGN, int64, numbers of blocks from 0 at the start of the document, -1 for none; n of them, or fewer if
-        the bank has fewer slots.
+        chosen_BRGN, int64: numbers of blocks, counted from 0 at the start of the document, -1 for none. N is n, or less
+        if there are fewer slots.
     """
     rows, slots = query_BRHC.shape[1], blocks.key_BFGC.shape[1]
     own_BR = position_BR.div(block, rounding_mode="floor")

@@ -1,4 +1,5 @@
-"""All operations of models that choose an implementation: those of `gsm_kernels`, and those with one user, a layer."""
+"""All operations with several implementations: those of `gsm_kernels`, and those that a single layer defines and
+uses."""
 
 import gsm_kernels
 from gsm.layers.attend_blocks import attend_blocks

@@ -1,8 +1,8 @@
-"""The projections of every latent attention: query, entry, compressor, indexer, output.
+"""The projections of latent attention: query, entry, compressor, indexer, output.
 
-Attention has H query heads and one latent per position that is key and value of all heads (an *entry*, width C). The
-equations of query, compressor and index come from DeepSeek-V4.1 (CSA2); the paper's baseline retains them, and GSM's
-stages and decoder use them too.
+Attention has H query heads, and one vector of width C per position that is key and value of all heads, an *entry*. The
+equations of query, compressor and indexer are those of DeepSeek-V4.1 (CSA2). The baseline, GSM's stages and GSM's
+decoder use them.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ class Shape:
 
 
 class Query(nn.Module):
-    """Low-rank query: ``up(norm(down(x)))``, split into heads; the normed latent also feeds the indexer.
+    """Low-rank query projection: ``up(norm(down(x)))``, split into heads. The indexer reads the latent
+    ``norm(down(x))``.
 
     Args:
         dim_in: width of the input (D, or 2D for the later stages of the aggregation).
-        shape: shared widths.
-        scale: factor of queries (``Rope.query_scale``), but not of their latent.
+        shape: widths that all attention layers share.
+        scale: factor of the queries (``Rope.query_scale``); latents are not scaled.
     """
 
     def __init__(self, dim_in: int, shape: Shape, scale: float = 1.0):
@@ -62,18 +63,18 @@ class Query(nn.Module):
         self.up = Linear(shape.query_rank, self.width)
 
     def forward(self, x_BRD: Tensor, down_BRQ: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return ``query_BRHC``, not rotated yet, and the latent ``latent_BRQ``; ``down_BRQ`` is ``down(x_BRD)``, if
-        that is known."""
+        """Return the queries before rotation, [B, R, H, C], and their latents, [B, R, Q]; ``down_BRQ`` is
+        ``down(x_BRD)`` if the caller has computed it."""
         latent_BRQ = self.norm(self.down(x_BRD) if down_BRQ is None else down_BRQ)
         query_BRHC = self.up(latent_BRQ).unflatten(-1, (self.heads, -1))
         return query_BRHC if self.scale == 1 else query_BRHC * self.scale, latent_BRQ
 
 
 class Entry(nn.Module):
-    """One entry per position, key and value at once: projection, norm, rotation.
+    """Make one entry per position, both key and value: projection, norm, rotation.
 
     Args:
-        shape: shared widths.
+        shape: widths that all attention layers share.
     """
 
     def __init__(self, shape: Shape):
@@ -86,17 +87,17 @@ class Entry(nn.Module):
         return self.norm(self.projection(x_BTD) if projected_BTC is None else projected_BTC)
 
     def forward(self, x_BTD: Tensor, angles: Angles, projected_BTC: Tensor | None = None) -> Tensor:
-        """Return ``entry_BTC``; ``projected_BTC`` is ``projection(x_BTD)``, if that is known."""
+        """Return ``entry_BTC``; ``projected_BTC`` is ``projection(x_BTD)`` if the caller has computed it."""
         return self.norm(self.projection(x_BTD) if projected_BTC is None else projected_BTC, angles)
 
 
 class Compressor(nn.Module):
-    """Pool every m consecutive tokens of a document into one bank latent, with a softmax over the tokens for each
-    channel.
+    """Pool every m consecutive tokens of a document into one bank entry: a weighted mean, with a softmax over the
+    tokens for each channel.
 
     Args:
-        shape: shared widths.
-        ratio: tokens per entry (m); no gate for 1.
+        shape: widths that all attention layers share.
+        ratio: tokens per entry (m); for 1 there is no gate.
     """
 
     def __init__(self, shape: Shape, ratio: int):
@@ -107,45 +108,46 @@ class Compressor(nn.Module):
         self.norm = RMSNorm(shape.entry_dim)
 
     def project(self, x_BTD: Tensor) -> Tensor:
-        """Return values and gates of single tokens, concatenated. The cache stores these for an unfinished group."""
+        """Return the value and the gate of each token, concatenated. The cache stores them while a group is
+        unfinished."""
         return self.value(x_BTD) if self.gate is None else concatenated(x_BTD, *self.one_input)
 
     @property
     def one_input(self) -> tuple[Linear, ...]:
-        """The maps of a token."""
+        """The maps of the same input, for ``gsm.layers.linear.side_by_side``."""
         return (self.value,) if self.gate is None else (self.value, self.gate)
 
     def pool(self, seen_BEC: Tensor, end_BG: Tensor) -> Tensor:
         """Return the latents of the groups that finish in this call.
 
         Args:
-            seen_BEC: projected tokens, pending and new, in stream order.
-            end_BG: int64, index among them of the last token of each group; -1 for none.
+            seen_BEC: outputs of ``project`` of the tokens of unfinished groups and of the new tokens, in their order.
+            end_BG: int64, index in ``seen_BEC`` of the last token of each group; -1 for none.
 
         Returns:
-            latent_BGC, normed, not rotated.
+            latent_BGC, normed, before rotation.
         """
         return self.norm(pool_groups(seen_BEC, end_BG, self.ratio))
 
 
 def pool_groups(seen_BEU: Tensor, end_BG: Tensor, ratio: int) -> Tensor:
-    """Return the mixture of each group's tokens, with weights for each channel, [B, G, C] in their dtype:
+    """Return the weighted mean of each group's tokens, [B, G, C] in their dtype:
 
         pooled_gc = sum_i softmax_i(gate_ic) value_ic    over the `ratio` tokens i up to the group's last, in float32
 
     Source: the compressor of DeepSeek-V4's compressed sparse attention, in V4.1's form without overlap or positional
-    bias. In few launches: each one counts for a decoded token.
+    bias. It uses few kernel launches, because they dominate the time of a decoded token.
 
     Args:
-        seen_BEU: values and gates of the tokens, U = 2 C; for ``ratio`` 1 values alone.
-        end_BG: int64, the last token of each group; -1 gives zeros.
-        ratio: tokens of a group.
+        seen_BEU: values and gates of the tokens, U = 2 C; for a ``ratio`` of 1 only values.
+        end_BG: int64, index of the last token of each group; -1 gives zeros.
+        ratio: tokens per group (m).
     """
     parts = min(ratio, 2)  # values, and gates
     entry_BEPC = seen_BEU.unflatten(-1, (parts, -1))
     if seen_BEU.shape[1] < ratio:
         return entry_BEPC.new_zeros(*end_BG.shape, entry_BEPC.shape[-1])
-    run_BFPMC = entry_BEPC.unfold(1, ratio, 1).mT  # a view of the tokens from each on
+    run_BFPMC = entry_BEPC.unfold(1, ratio, 1).mT  # a view: for each token, it and the ratio - 1 tokens after it
     first_BG111 = (end_BG - (ratio - 1)).clamp(min=0)[..., None, None, None]
     group_BGPMC = run_BFPMC.gather(1, first_BG111.expand(-1, -1, *run_BFPMC.shape[2:]))
     if ratio == 1:
@@ -157,7 +159,7 @@ def pool_groups(seen_BEU: Tensor, end_BG: Tensor, ratio: int) -> Tensor:
 
 
 class IndexQuery(NamedTuple):
-    """The query of a search: rotated index queries and signed weights of the index heads."""
+    """The query of a search: the rotated queries of the index heads, and their signed weights."""
 
     query_BRJI: Tensor
     weight_BRJ: Tensor
@@ -166,13 +168,14 @@ class IndexQuery(NamedTuple):
 class Indexer(nn.Module):
     """Score bank entries for a row: ``sum_j weight_j * relu(query_j . key)``.
 
-    Its inputs are detached, so that an indexer's training does not change the rest of the model.
+    Its inputs are detached, so that the training of an indexer changes only its own parameters.
 
     Args:
-        query_dim: width of the input of the index query (the query's latent, or a stage's normed input).
+        query_dim: width of the input of the index queries (the latent of the attention's query, or the normed input of
+            a stage).
         weight_dim: width of the input of the weights.
-        shape: shared widths.
-        owns_keys: whether this indexer makes index keys, or (Reindex) searches with another indexer's keys.
+        shape: widths that all attention layers share.
+        owns_keys: whether this indexer makes index keys; a Reindex layer uses those of another indexer.
     """
 
     def __init__(self, query_dim: int, weight_dim: int, shape: Shape, *, owns_keys: bool):
@@ -190,9 +193,13 @@ class Indexer(nn.Module):
         return IndexQuery(rotate(query_BRJI, angles.cos_BTP, angles.sin_BTP), weight_BRJ)
 
     def keys(self, latent_BGC: Tensor, angles: Angles) -> Tensor:
-        """Return index keys of new bank entries, computed from their latents before rotation."""
+        """Return the index keys of new bank entries, computed from the entries before rotation.
+
+        Raises:
+            RuntimeError: if ``owns_keys`` is False.
+        """
         if self.key is None or self.key_norm is None:
-            raise RuntimeError("owns_keys must be True for keys(), got False; use the keys of the bank's own indexer")
+            raise RuntimeError("owns_keys must be True for keys(), got False; use the index keys of the bank")
         return self.key_norm(self.key(latent_BGC.detach()), angles)
 
     def work(self, ratio: int, pool: int | None = None) -> LayerCost:
@@ -209,10 +216,10 @@ class Indexer(nn.Module):
 
 
 class OutputProjection(nn.Module):
-    """Grouped low-rank output projection: heads of a group share ``down``, all groups share ``up``.
+    """Grouped low-rank output projection: each group of heads has a map ``down``, and all groups share the map ``up``.
 
     Args:
-        shape: shared widths.
+        shape: widths that all attention layers share.
     """
 
     def __init__(self, shape: Shape):

@@ -1,5 +1,5 @@
-"""Raven (Afzal et al., 2026, "Raven: High-Recall Sequence Modeling with Sparse Memory Routing"): every token is written
-to a few slots that it chooses; the other slots stay unchanged. It follows ``fla/layers/raven.py`` in
+"""Raven (Afzal et al., 2026, "Raven: High-Recall Sequence Modeling with Sparse Memory Routing"): a router chooses a few
+slots to which a token is written; the other slots are unchanged. It follows ``fla/layers/raven.py`` in
 flash-linear-attention 0.6."""
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from gsm.shapes import promoted
 
 
 class Raven(SlotMemory):
-    """Slots with the decay ``a_tm = exp(-exp(A) softplus(W x_t + b) r_tm)``: the decay of a head to the power of the
-    router's share of a slot. ``r_t`` is ``sigmoid(W' x_t)`` in the ``top_k`` slots with the largest values, divided by
-    their sum, and 0 in all others, which stay unchanged. Query and key pass SiLU and a norm.
+    """``SlotMemory`` with the decay ``a_tm = exp(-exp(A) softplus(W x_t + b) r_tm)`` of slot m: the decay of the head,
+    to the power of the slot's share r_tm. ``r_t`` is ``sigmoid(W' x_t)`` in the ``top_k`` slots with the largest
+    values, divided by their sum, and 0 in the others, which are unchanged. SiLU and a norm are applied to queries and
+    keys.
 
     Args:
-        shape: shared widths.
+        shape: widths that all attention layers share.
         geometry: unused.
-        name: prefix of its taps.
-        convolution: tokens that the short convolution sees; 1: no convolution, as in the original.
+        name: prefix of the names of its taps, e.g. ``decoder/3``.
+        convolution: width in tokens of the short convolution; 1: no convolution, as in the original.
         slots: slots of a head (M); None: its number of channels.
-        top_k: slots that a token is written to; None: half of them, as in the original, at least one. A single slot
-            always has the share 1, so that the router learns nothing.
+        top_k: number of slots that a token is written to; None: half of them, as in the original, at least one. With 1,
+            the share is always 1, so the router does not learn.
         noise: whether Gumbel noise is added to the router's logits in training, so that all slots are tried.
 
     Raises:
-        ValueError: for slots below 1, or a top_k outside of 1 to their number.
+        ValueError: if ``slots`` is below 1, or ``top_k`` not in [1, slots].
     """
 
     def __init__(
@@ -47,8 +48,7 @@ class Raven(SlotMemory):
         noise: bool,
     ):
         super().__init__(shape, name=name, convolution=convolution, slots=slots)
-        # The attribute is not named top_k: gsm.training.callbacks.selection finds selections of bank entries by that
-        # name.
+        # Not named top_k, by which gsm.training.callbacks.selection finds selections of bank entries.
         self.written, self.noise = max(1, self.slots // 2) if top_k is None else top_k, noise
         if not 1 <= self.written <= self.slots:
             raise ValueError(f"top_k must be in [1, {self.slots}], the number of slots, got {top_k}")
@@ -82,5 +82,5 @@ class Raven(SlotMemory):
         return self.key_norm(F.silu(x_BTHC))
 
     def multiplied(self) -> int:
-        """Return the multiply-adds per token: a query reads all slots, a token is written to some."""
+        """Return the multiply-adds per token: all slots are read, and ``top_k`` are written."""
         return self.heads * (self.slots + self.written) * 2 * self.width

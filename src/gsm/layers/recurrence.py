@@ -4,8 +4,8 @@
     x -> key, value ------+-> short convolution, activation -+-> key ----+-> S <- write(S, key, value) -> norm -> output
                                                              '-> value --'   out = S^T query
 
-Queries are low-rank as in all models here, so that mixers differ only in their memory. The recurrence itself is
-``gsm.layers.delta_rule``. A variant defines keys (``feature``), values (``activate``), the strength of a write
+Queries are low-rank as in all models here, so that mixers differ only in their memory. The recurrence is
+``gsm.layers.delta_rule``. A subclass defines keys (``feature``), values (``activate``), the strength of a write
 (``strength``), the decay of the state (``log_decay``, ``channel_decay``), and the gate of the output (``gated``).
 """
 
@@ -34,16 +34,16 @@ from gsm.span import Span
 
 
 class Recurrence(nn.Module, ABC):
-    """A recurrent mixer with H heads. The state of each, [C, C] by default, is reset at the start of a document.
+    """A recurrent mixer with H heads. The state of each head, [C, C] by default, is reset at the start of a document.
 
     Args:
         shape: shared widths: H heads of width C, queries of rank Q.
-        name: prefix of its taps, e.g. ``decoder/5``: ``decoder/5/state`` is the state after the call.
-        convolution: tokens that the short convolution of query, key and value sees; 1: no convolution.
-        steps: keys and values per token, written one after the other.
+        name: prefix of the names of its taps, e.g. ``decoder/5``: ``decoder/5/state`` is the state after the call.
+        convolution: width in tokens of the short convolution of queries, keys and values; 1: no convolution.
+        steps: number of keys and values per token, written one after the other.
 
     Raises:
-        ValueError: for a convolution outside of 1 to 1024 or steps outside of 1 to 64.
+        ValueError: if ``convolution`` is not in [1, 1024], or ``steps`` not in [1, 64].
     """
 
     # Number of earlier positions of its input that a row needs: all of them.
@@ -114,8 +114,8 @@ class Recurrence(nn.Module, ABC):
     ) -> tuple[Tensor, Tensor]:
         """Return the state's output for every query, [B, T, H, C], and the final state.
 
-        There are ``steps`` keys, values and strengths per query. The recurrence then runs on a stream with ``steps``
-        copies of every token. The state is reset and decays before a token's first write, and is read after its last.
+        There are ``steps`` keys, values and strengths per query, so the recurrence runs over ``steps`` copies of every
+        token. The state is reset and decays before a token's first write, and is read after its last.
         """
         decays = (self.log_decay(x_BTD), self.channel_decay(x_BTD))
         log_decay_BTH, channel_decay_BTHC = (None if decay is None else self.before_first(decay) for decay in decays)
@@ -133,17 +133,17 @@ class Recurrence(nn.Module, ABC):
         return out_BTHC[:, self.steps - 1 :: self.steps], state_BHRC
 
     def before_first(self, x_BT: Tensor) -> Tensor:
-        """Expand [B, T, ...] to one value per write: the token's value for its first write, zeros for the others."""
+        """Expand [B, T, ...] to one value per write: that of the token for its first write, zeros for the others."""
         padding = (0, 0) * (x_BT.ndim - 2) + (0, self.steps - 1)
         return F.pad(x_BT.unsqueeze(2), padding).flatten(1, 2)
 
     def split(self, x_BTC: Tensor) -> Tensor:
-        """Split channels into heads; several keys or values of a token become consecutive tokens."""
+        """Split channels into heads, [B, T * steps, H, C]: the keys or values of a token are consecutive."""
         return x_BTC.unflatten(-1, (-1, self.heads, self.width)).flatten(1, 2)
 
     @abstractmethod
     def feature(self, x_BTHC: Tensor) -> Tensor:
-        """Map keys, and queries unless ``query_feature`` is overridden, to the features that address the state."""
+        """Map keys to the features that address the state; also queries, unless ``query_feature`` is overridden."""
 
     def query_feature(self, x_BTHC: Tensor) -> Tensor:
         """Map queries to the features that read the state."""
@@ -154,7 +154,7 @@ class Recurrence(nn.Module, ABC):
         return value_BTC
 
     def strength(self, x_BTD: Tensor) -> Tensor | None:
-        """Return beta of every write, [B, T, H]; None: writes are added without the delta rule."""
+        """Return beta of every write, [B, T * steps, H]; None: writes are added without the delta rule."""
         return None
 
     def log_decay(self, x_BTD: Tensor) -> Tensor | None:
@@ -174,14 +174,14 @@ class Recurrence(nn.Module, ABC):
         return out_BRHC
 
     def for_rows(self) -> tuple[nn.Module, ...]:
-        """Return the parts that run for requested rows only, a gate too; all others run for every token."""
+        """Return the parts that run for requested rows only, including a gate. All others run for every token."""
         return tuple(part for name, part in self.named_children() if name in ("norm", "output", "gate"))
 
     def multiplied(self) -> int:
         """Return the multiply-adds per token on the state.
 
-        Its query takes one pass over the state. Each of its keys takes one pass for the outer product with the value,
-        and another for the delta rule. Decay is not counted.
+        One pass over the state for the query; for each key, one for the outer product with the value, and another for
+        the delta rule. Decay is not counted.
         """
         return (1 + self.steps * (2 if self.corrects else 1)) * self.heads * math.prod(self.state_shape)
 

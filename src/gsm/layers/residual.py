@@ -1,7 +1,7 @@
-"""Residual connections of attention and feed-forward sites: one stream, or several that are mixed (mHC).
+"""Residual connections: one residual stream, or several that are mixed (mHC, manifold-constrained hyper-connections).
 
-All variants share ``Streams`` and one method, ``leave``. A site reads ``streams.mixed_BTD``, or the result of its
-method ``enter`` if it has one.
+A *site* is an attention or a feed-forward together with its residual connection. It reads ``streams.mixed_BTD``, or the
+result of the connection's method ``enter`` if there is one. The method ``leave`` writes its output to the streams.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ EPS = 1e-6  # added to the mean square and to the read weights, as in ``gsm_kern
 
 
 class Streams(NamedTuple):
-    """The residual state between two sites.
+    """The residual streams between two sites.
 
     Attributes:
-        value_BTXD: the residual streams.
-        mixed_BTD: the read-out for the next site, unless that has an ``enter``; after the last site, the output of the
-            stack.
+        value_BTXD: the X streams.
+        mixed_BTD: the input of the next site, unless it has an ``enter``; after the last site, the output of the stack.
     """
 
     value_BTXD: Tensor
@@ -44,16 +43,16 @@ class Streams(NamedTuple):
 
 
 class Residual(Protocol):
-    """The interface of a residual site.
+    """The interface of a residual connection.
 
-    A site with its own read-out has two more methods: ``enter``, from ``Streams`` to [B, T, D], and ``enter_products``,
-    its cost per position.
+    If it computes the input of its site itself, it has two more methods: ``enter``, from ``Streams`` to [B, T, D], and
+    ``enter_products``, the cost of ``enter`` per position.
     """
 
     streams: int
 
     def leave(self, streams: Streams, update_BRD: Tensor) -> Streams:
-        """Write the site's output to the streams of the last R positions; return these."""
+        """Write the output of the site to the streams of the last R positions, and return these."""
         ...
 
     def products(self) -> ProductCost:
@@ -62,19 +61,19 @@ class Residual(Protocol):
 
 
 def entering(site: Residual, streams: Streams) -> Tensor:
-    """Return a site's input, [B, T, D]: from its ``enter``, or the read-out of the previous site."""
+    """Return the input of a site, [B, T, D]: the result of its ``enter``, or else ``streams.mixed_BTD``."""
     enter = getattr(site, "enter", None)
     return streams.mixed_BTD if enter is None else enter(streams)
 
 
 def with_read_out(streams: Streams, mixed_BTD: Tensor) -> Streams:
-    """Return the streams with another read-out, which is the stream itself if there is only one."""
+    """Return the streams with another ``mixed_BTD``. If there is only one stream, it is replaced too."""
     if mixed_BTD is streams.mixed_BTD:
         return streams
     if streams.value_BTXD.shape[2] > 1:
         return streams._replace(mixed_BTD=mixed_BTD)
     value_BTXD = mixed_BTD[:, :, None]
-    return Streams(value_BTXD, value_BTXD[:, :, 0])  # as ``Plain`` leaves them: gradients add up in the same order
+    return Streams(value_BTXD, value_BTXD[:, :, 0])  # a view, as in ``Plain``: gradients are summed in the same order
 
 
 def entering_cost(site: Residual) -> ProductCost:
@@ -83,10 +82,10 @@ def entering_cost(site: Residual) -> ProductCost:
 
 
 class Plain(nn.Module):
-    """A pre-norm residual: a site adds its output to a single stream.
+    """The usual pre-norm residual connection: the output of a site is added to a single stream.
 
     Args:
-        dim: model width; the site has no parameters.
+        dim: model width; unused, as there are no parameters.
     """
 
     streams = 1
@@ -101,7 +100,7 @@ class Plain(nn.Module):
         return Streams(value_BRXD, value_BRXD[:, :, 0])
 
     def products(self) -> ProductCost:
-        """Return the cost: stream and update are read, the stream is written."""
+        """Return the cost per row: the stream and the update are read, the stream is written."""
         return ProductCost(moved=3 * self.dim)
 
 
@@ -116,14 +115,17 @@ class HyperConnection(nn.Module):
     Args:
         dim: model width.
         streams: number of residual streams (X).
-        sinkhorn_rounds: alternating normalisations of the mixing matrix.
-        gate: initial value of the three scales of the dynamic part.
+        sinkhorn_rounds: number of alternating normalisations of the mixing matrix.
+        gate: initial value of the three scales of the part of the coefficients that depends on the streams.
+
+    Raises:
+        ValueError: if ``streams`` is below 2.
     """
 
     def __init__(self, dim: int, *, streams: int = 4, sinkhorn_rounds: int = 20, gate: float = 0.01):
         super().__init__()
         if streams < 2:
-            raise ValueError(f"streams must be at least 2, got {streams}; residual=plain has one")
+            raise ValueError(f"streams must be at least 2, got {streams}; use residual=plain for one stream")
         within(1, 1000, sinkhorn_rounds=sinkhorn_rounds)
         self.streams, self.sinkhorn_rounds = streams, sinkhorn_rounds
         coefficients = 2 * streams + streams * streams
@@ -138,17 +140,17 @@ class HyperConnection(nn.Module):
         return Streams(*mhc_boundary(entered_BRXD, update_BRD, self.phi, self.bias, self.scale, self.sinkhorn_rounds))
 
     def products(self) -> ProductCost:
-        """Return the cost of one pass: streams and update are read, streams and the next site's input are written.
+        """Return the cost per row: streams and update are read, streams and the next site's input are written.
 
-        In addition to the products with weights, there are those with coefficients: X x (X + 1) to write and mix, and X
-        to read, each on D channels.
+        Besides the products with weights, there are X (X + 1) products to write and mix and X to read, each on D
+        channels.
         """
         wide, weights = self.phi.shape[1], products(self).weights
         return ProductCost(self.phi.numel() + (self.streams + 2) * wide, 2 * (wide + wide // self.streams), weights)
 
 
 def by_streams(dim: int, *, streams: int) -> Residual:
-    """Return a plain residual for one stream, and a hyper-connection in the single-pass form for more.
+    """Return a ``Plain`` residual connection for one stream, a ``HyperConnection`` for more.
 
     Args:
         dim: model width.
@@ -158,16 +160,16 @@ def by_streams(dim: int, *, streams: int) -> Residual:
 
 
 class TwoPassHyperConnection(HyperConnection):
-    """Manifold-constrained hyper-connections of Xie et al. (2025): the streams before a site also determine its read
-    weights.
+    """Manifold-constrained hyper-connections of Xie et al. (2025): the streams before a site also determine the weights
+    with which it reads them. In the single-pass form, the streams before the previous site do.
 
-    The parameters and their initialisation are those of the single-pass form. A read-out without a site (the output of
-    a stack, h after a layer) is the mean of the streams, which mixing does not change.
+    The parameters and their initialisation are those of the single-pass form. Where no site follows (at the output of a
+    stack, or for h after a layer), ``mixed_BTD`` is the mean of the streams, which mixing does not change.
     """
 
     def enter(self, streams: Streams) -> Tensor:
-        """Read the streams with the coefficients A that they determine, as in ``gsm_kernels.mhc``; returns [B, T,
-        D]."""
+        """Return the input of the site, [B, T, D]: the streams, weighted by the coefficients A of
+        ``gsm_kernels.mhc``."""
         value_BTXD = promoted(streams.value_BTXD)
         with full_precision(value_BTXD):
             flat_BTF = value_BTXD.flatten(2)
@@ -180,22 +182,21 @@ class TwoPassHyperConnection(HyperConnection):
     def leave(self, streams: Streams, update_BRD: Tensor) -> Streams:
         """Mix the last R positions of the streams and write the site's output to them.
 
-        This uses the kernel of the single-pass form, which also reads for the next site; that output is ignored.
+        The kernel of the single-pass form also computes an input of the next site, which is ignored.
         """
         value_BRXD = super().leave(streams, update_BRD).value_BTXD
         return Streams(value_BRXD, value_BRXD.mean(dim=2))
 
     def enter_products(self) -> ProductCost:
-        """Return the cost of reading: streams are read, one vector is written; coefficients are computed and
-        applied."""
+        """Return the cost of ``enter`` per position: the coefficients are computed, the streams read, and one vector is
+        written."""
         wide = self.phi.shape[1]
         return ProductCost((self.streams + 1) * wide, wide + wide // self.streams, self.streams * wide)
 
     def products(self) -> ProductCost:
-        """Return the cost of ``leave``: streams (a second time) and update are read, streams are written.
+        """Return the cost of ``leave`` per row: streams and update are read, streams are written.
 
-        In addition to the products with weights, there are those with coefficients: X x (X + 1) to write and mix, on D
-        channels.
+        Besides the products with weights, there are X (X + 1) products to write and mix, each on D channels.
         """
         wide, numbers = self.phi.shape[1], self.phi.shape[0] - self.streams
         weights = products(self).weights - self.streams * wide

@@ -1,5 +1,5 @@
-"""Attention with keys and values mixed with the first layer's: YOCO++ (Wu et al., 2026, "YOCO++: Enhancing YOCO with KV
-Residual Connections for Efficient LLM Inference")."""
+"""Dense attention whose keys and values are mixed with those of the first layer: YOCO++ (Wu et al., 2026, "YOCO++:
+Enhancing YOCO with KV Residual Connections for Efficient LLM Inference")."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class LayerKeyValues:
     """The tensors that a layer passes to the layers above.
 
     Attributes:
-        first_BTU: keys and values of the new positions from the first layer.
-        history: keys and values that this layer's rows attended to.
+        first_BTU: the keys and values that the first layer made for the new positions.
+        history: the keys and values that the rows of this layer attended to.
     """
 
     first_BTU: Tensor
@@ -33,19 +33,19 @@ class LayerKeyValues:
 
 class ResidualAttention(Attention):
     """Dense attention in which layer l > 1 stores the keys ``k = s (a_1 k^(1) + a_2 k^(l))``, mixed after rotation, and
-    values mixed with separate weights. The first layer stores its own. The weights start at 0 and 1 / s, which is plain
-    attention.
+    values that are mixed in the same way with other weights. The first layer stores its keys and values unmixed. The
+    weights a_1 and a_2 start at 0 and 1 / s, which is plain attention.
 
     Args:
-        shape: shared widths.
-        geometry: defines the rotation.
-        name: prefix of its taps.
+        shape: widths that all attention layers share.
+        geometry: gives the rotary embedding.
+        name: prefix of the names of its taps, e.g. ``decoder/3``.
         key_value_heads: key and value heads (G); None: the default of ``KeyValue``.
         scale: factor of the stored weights (s); an optimiser step changes their effect s times as much.
         first: whether this is the first layer, which has no weights.
 
     Raises:
-        ValueError: for a scale that is not above 0.
+        ValueError: if ``scale`` is not in (0, 1e6].
     """
 
     def __init__(
@@ -86,6 +86,6 @@ class ResidualAttention(Attention):
         return torch.cat([self.scale * (mix[0] * first + mix[1] * new) for first, new, mix in pairs], dim=-1)
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
-        """Return the cost: plain attention, plus a few weights."""
+        """Return the cost of plain attention and of the few weights a_1, a_2."""
         mixing = {"keys and values": products(self.key_mix, self.value_mix)}
         return super().work(kind, below) + LayerCost(per_token=mixing)

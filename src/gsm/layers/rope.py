@@ -1,8 +1,8 @@
-"""Rotary positions: angles of the rotated channel pairs, with YaRN for contexts beyond the trained one.
+"""Rotary position embedding (Su et al., 2021): the angles of the rotated channel pairs, with YaRN (Peng et al., 2023)
+for contexts beyond the trained one.
 
-Rotary embedding is from Su et al. (2021), YaRN from Peng et al. (2023), in the form of DeepSeek-V4.1: adjacent pairs,
-only the last channels of a head, by default frequencies only (no attention temperature). The rotation itself is
-``gsm_kernels.rotate``.
+As in DeepSeek-V4.1, pairs are adjacent channels, only the last channels of a head are rotated, and by default YaRN
+changes only the frequencies and not the attention temperature. ``gsm_kernels.rotate`` applies the rotation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gsm.span import Span
 
 
 class Angles(NamedTuple):
-    """Cosine and sine of every rotated pair, at least float32."""
+    """The cosine and the sine of the angle of every rotated pair, in at least float32."""
 
     cos_BTP: Tensor
     sin_BTP: Tensor
@@ -33,22 +33,23 @@ class Angles(NamedTuple):
 class Rope:
     """Angles ``position * base ** (-2 i / channels)`` for the pairs i.
 
-    It is not a module, so that it owns no tensor that a change of dtype could round. The table is made on the device of
-    the positions.
+    This is no module and holds no tensor, so that casting a model does not round the frequencies. Angles are computed
+    on the device of the positions.
 
     Args:
         channels: number of rotated channels, even.
-        base: the size's ``bank_rope_base`` in layers that see the whole context (160,000 at the paper's scales), its
-            ``rope_base`` in window-only layers and in GSM's decoder (10,000).
-        factor: YaRN's scale of the context; 1 switches YaRN off.
-        original: trained context in tokens that YaRN starts from; not needed without YaRN.
-        beta_fast, beta_slow: bounds in turns over the original context. Pairs with more than ``beta_fast`` turns keep
-            their frequency; pairs with fewer than ``beta_slow`` are slowed by the factor; between them is a ramp.
-        mscale: coefficient of YaRN's attention temperature, see ``query_scale``; 0: none.
+        base: base of the frequencies: ``bank_rope_base`` of the size in layers that see the whole context (160,000 at
+            the paper's scales), ``rope_base`` in window-only layers and in GSM's decoder (10,000).
+        factor: factor by which YaRN extends the context; 1: no YaRN.
+        original: context in tokens before the extension; needed only with YaRN.
+        beta_fast, beta_slow: bounds of the number of turns over the original context. Pairs with more than
+            ``beta_fast`` turns keep their frequency, that of pairs with fewer than ``beta_slow`` is divided by the
+            factor, and the pairs between are interpolated.
+        mscale: coefficient of YaRN's attention temperature, see ``query_scale``; 0: no temperature.
 
     Raises:
-        ValueError: for an odd number of channels, a factor below 1, a factor above 1 without ``original``, or invalid
-            betas or mscale.
+        ValueError: if ``channels`` is odd, ``factor`` below 1, ``original`` missing for a factor above 1, or a beta or
+            ``mscale`` invalid.
     """
 
     def __init__(
@@ -68,12 +69,12 @@ class Rope:
             raise ValueError(f"yarn_factor must be at least 1 (1: off), got {factor}")
         if not beta_fast > beta_slow > 0:
             raise ValueError(
-                f"yarn_beta_fast must be above yarn_beta_slow, and that above 0, got {beta_fast} and {beta_slow}"
+                f"yarn_beta_fast must be above yarn_beta_slow, and both above 0, got {beta_fast} and {beta_slow}"
             )
         if mscale < 0:
             raise ValueError(f"yarn_mscale must be at least 0 (0: no attention temperature), got {mscale}")
         if factor > 1 and original is None:
-            raise ValueError(f"yarn_original must be the original context for yarn_factor={factor}, got null")
+            raise ValueError(f"yarn_original must be a number of tokens for yarn_factor={factor}, got null")
         self.channels, self.base, self.factor, self.original = channels, base, factor, original
         self.beta_fast, self.beta_slow, self.mscale = beta_fast, beta_slow, mscale
 
@@ -89,20 +90,21 @@ class Rope:
 
     @property
     def key(self) -> tuple[float | None, ...]:
-        """The parameters that identify this rotation."""
+        """The parameters of this rotary embedding. Two with equal keys have equal angles."""
         return self.channels, self.base, self.factor, self.original, self.beta_fast, self.beta_slow
 
     @property
     def query_scale(self) -> float:
-        """Factor of queries: 1 / t of YaRN's softmax(q k / (t sqrt(C))), with sqrt(1 / t) = 1 + 0.1 mscale ln(factor).
+        """The factor of queries, 1 / t in YaRN's softmax(q k / (t sqrt(C))), with sqrt(1 / t) = 1 + 0.1 mscale
+        ln(factor).
 
-        Peng et al. multiply queries and keys by sqrt(1 / t), through cosine and sine. Here entries are values too, and
-        only some of their channels are rotated, so the query gets the whole factor.
+        Peng et al. multiply queries and keys by sqrt(1 / t) each, through cosine and sine. Here entries are values too,
+        and only some of their channels are rotated, so only the query is multiplied, by 1 / t.
         """
         return (1 + 0.1 * self.mscale * math.log(self.factor)) ** 2
 
     def frequencies(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return the radians per position of every pair, with YaRN's interpolation of the slow pairs."""
+        """Return the frequency of every pair in radians per position, with YaRN's interpolation of the slow pairs."""
         pair_P = torch.arange(self.channels // 2, device=device, dtype=dtype)
         theta_P = self.base ** (-2 * pair_P / self.channels)
         if self.factor == 1:
@@ -112,10 +114,10 @@ class Rope:
         return theta_P * (1 - slow_P) + theta_P / self.factor * slow_P
 
     def correction_range(self) -> tuple[int, int]:
-        """Return the ends of YaRN's ramp: the pairs with ``beta_fast`` and ``beta_slow`` turns over the original
-        context."""
+        """Return the first and last pair of YaRN's interpolation: those with ``beta_fast`` and ``beta_slow`` turns over
+        the original context."""
         original = self.original
-        assert original is not None  # because YaRN is on
+        assert original is not None  # checked in __init__
 
         def pair(turns: float) -> float:
             return self.channels * math.log(original / (2 * math.pi * turns)) / (2 * math.log(self.base))

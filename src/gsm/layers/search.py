@@ -1,4 +1,4 @@
-"""Searching a bank with an indexer."""
+"""Selecting bank entries with an indexer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Selection(NamedTuple):
     """The result of a search in a bank.
 
     Attributes:
-        chosen_BRK: int64, selected slots, any number in any order, -1 anywhere for none; this project's retrievers
-            return them ascending, followed by -1 (None: nothing is selected).
-        index, key_BFI: queries and keys of an indexer's search, for its training (None: no search, or no training).
+        chosen_BRK: int64, selected slots in any order, -1 for none (None: no selection). The retrievers of this project
+            return them ascending, followed by -1.
+        index, key_BFI: the index queries and keys of the search, to train the indexer (None: no search or no training).
         bias_BRK: zeros that carry the gradient of the selected slots' logits to an indexer (None: not used).
     """
 
@@ -30,14 +30,14 @@ class Selection(NamedTuple):
 
     @classmethod
     def by_layer(cls, attended: Attended) -> Selection:
-        """Return the existing selection of the rows, from the layer below or from a stage's own layer."""
+        """Return the selection in ``attended``, that of the layer below or of a stage's encoder layer."""
         return cls(attended.chosen_BRK, bias_BRK=attended.bias_BRK)
 
     def tapped(self, name: Name, bank: Bank | None) -> Selection:
-        """Tap this selection under a name; return it, or the selection of a patch.
+        """Offer this selection as a tap; return it, or the one that a patch sets.
 
         Raises:
-            ValueError: for a patch with slots that a row may not see.
+            ValueError: if a patch selects a slot that the row may not see.
         """
         if self.chosen_BRK is None or bank is None:
             return self
@@ -54,7 +54,7 @@ class Selection(NamedTuple):
                 f"{full_name(name)} must be patched with slots in [{first}, {last}) for row {row} of sequence "
                 f"{sequence}, or -1 for none, got {slot}"
             )
-        # A reused bias trains the indexer only on the slots that it selected itself.
+        # The bias trains the indexer, so it stays only at slots that the indexer has selected.
         bias_BRK = None if self.bias_BRK is None else self.bias_BRK.where(chosen_BRK == self.chosen_BRK, 0)
         return self._replace(chosen_BRK=chosen_BRK, bias_BRK=bias_BRK)
 
@@ -62,6 +62,17 @@ class Selection(NamedTuple):
 def search_bank(
     index: IndexQuery, bank: Bank, key_BFI: Tensor, top_k: int, pool_BRN: Tensor | None = None
 ) -> Selection:
-    """Select the best ``top_k`` visible slots of a bank for every row, ascending; ties go to the lowest slot."""
+    """Select the ``top_k`` visible slots of a bank with the highest index scores for every row.
+
+    Args:
+        index: index queries and weights of the rows.
+        bank: the bank.
+        key_BFI: index keys of its slots.
+        top_k: number of slots per row (K).
+        pool_BRN: int64, candidate blocks to which the search is limited (None: the whole bank).
+
+    Returns:
+        The selection, ascending; of equal scores, the lowest slot is selected.
+    """
     chosen_BRK = index_top_k(*index, key_BFI, bank.first_BR, bank.last_BR, top_k, pool_BRN)
     return Selection(chosen_BRK, index, key_BFI)

@@ -17,14 +17,14 @@ class SlidingWindow(RangeAttention):
     """Causal attention to a window of the last W tokens, including the row's own (Beltagy et al., 2020).
 
     Args:
-        shape: shared widths.
-        geometry: defines the rotation, and the default window.
-        name: prefix of its taps.
+        shape: widths that all attention layers share.
+        geometry: gives the rotary embedding, and the default window.
+        name: prefix of the names of its taps, e.g. ``decoder/3``.
         window: tokens that a row sees (W); None: the geometry's.
         key_value_heads: key and value heads (G); None: the default of ``KeyValue``.
 
     Raises:
-        ValueError: for a window below 1.
+        ValueError: if ``window`` is below 1.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class SlidingWindow(RangeAttention):
         return self.window - 1
 
     def start(self, batch: int, kind: str) -> Window:
-        """Return a window without entries; ``kind`` labels its bytes (``decoder_window``)."""
+        """Return an empty window; ``kind`` labels its bytes (``decoder_window``)."""
         return Window.empty(f"{kind}_window", self.window, self.key_value.entry(batch))
 
     def forward(self, x_BTD: Tensor, span: Span, cache: WindowStore, below: object) -> tuple[Tensor, LayerOutput]:

@@ -1,4 +1,4 @@
-"""Attention to M slots that every token is written to: gated slot attention.
+"""Gated slot attention: a recurrence that writes every token to M slots, and reads them by softmax attention.
 
 For every token t, from the slots that the tokens before it have left, each a key K_m and a value V_m of width C,
 
@@ -7,7 +7,7 @@ For every token t, from the slots that the tokens before it have left, each a ke
     V_m    <-  exp(log_decay_tm) V_m + write_tm v_t
     out_t   =  sum_m p_m V_m                                p = softmax over m of scale K_m . q_t
 
-A token that is not live (padding) leaves the slots as they are, whatever its other arguments are, and its output is 0.
+A token that is not live (padding) leaves the slots unchanged, and its output is 0.
 
 Args:
     query_BTHC, key_BTHC, value_BTHC: queries, keys and values of the tokens.
@@ -58,7 +58,7 @@ class Inputs(NamedTuple):
 
 
 def _token_by_token(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Compute the equations as they stand."""
+    """Compute the equations above token by token."""
     query, key, value, write, log_decay = (at_least_float32(x) for x in inputs[:5])
     entry, state, outs = torch.cat((key, value), dim=-1), at_least_float32(inputs.state_BHMU), []
     for t in range(query.shape[1]):
@@ -90,7 +90,7 @@ def _chunked(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """
     tokens = inputs.query_BTHC.shape[1]
     size = halved(tokens)
-    # A token that is not live writes nothing; the last chunk is padded with such tokens.
+    # A token that is not live does not write. The last chunk is padded with such tokens.
     idle_BT11 = ~inputs.live_BT[..., None, None]
     query, key, value, write, log_decay = (
         chunks(at_least_float32(x).masked_fill(idle_BT11, 0), size) for x in inputs[:5]

@@ -1,4 +1,4 @@
-"""The common part of mixers with slots: each head stores the past as M keys and values, which a softmax reads."""
+"""The common part of mixers with slots: each head stores the past as M keys and values, read by softmax attention."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from gsm.layers.slot_attention import slot_attention
 
 
 class SlotMemory(Recurrence):
-    """M slots per head, each a key and a value of width C. A token replaces a part of each: ``K_m <- a_m K_m + (1 -
-    a_m) k_t``, and the same for values; ``out_t = silu(sum_m softmax_m(K_m . q_t) V_m)``. Query, key and value pass
-    SiLU, and one norm is applied to the outputs of all heads together. A variant defines the decay of each slot
-    (``slot_decay``).
+    """M slots per head, each a key and a value of width C. A token replaces a part of each slot:
+    ``K_m <- a_m K_m + (1 - a_m) k_t``, and the same for values; ``out_t = silu(sum_m softmax_m(K_m . q_t) V_m)``. SiLU
+    is applied to queries, keys and values, and one norm to the outputs of all heads together. A subclass defines the
+    decay a_m (``slot_decay``).
 
     Args:
-        shape: shared widths.
-        name: prefix of its taps.
-        convolution: tokens that the short convolution sees; 1: no convolution.
+        shape: widths that all attention layers share.
+        name: prefix of the names of its taps, e.g. ``decoder/3``.
+        convolution: width in tokens of the short convolution; 1: no convolution.
         slots: slots of a head (M); None: its number of channels.
 
     Raises:
-        ValueError: for slots outside of 1 to 65536.
+        ValueError: if ``slots`` is not in [1, 65536].
     """
 
     def __init__(self, shape: Shape, *, name: str, convolution: int, slots: int | None):
@@ -46,7 +46,7 @@ class SlotMemory(Recurrence):
         position_BT: Tensor,
         state_BHRC: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return the slots' output for every query, [B, T, H, C], and the slots after the call, [B, H, M, 2 C]."""
+        """Return the output of every query, [B, T, H, C], and the slots after the call, [B, H, M, 2 C]."""
         log_decay_BTHM = self.slot_decay(x_BTD)
         out_BTHC, state_BHMU = slot_attention(
             query_BTHC,

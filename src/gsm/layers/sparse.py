@@ -1,5 +1,5 @@
-"""Sparse attention of DeepSeek-V4.1 (CSA2): attention to the layer's own window, and to a few entries of a bank that a
-group of layers shares.
+"""Sparse attention of DeepSeek-V4.1 (CSA2): attention to a window of recent tokens, and to a few selected entries of a
+bank, the memory of distant tokens that a group of layers shares.
 
     x -> window entries ----------------------------------------------.
     x -> compressor -> bank entries, index keys   (Full)               |
@@ -42,16 +42,16 @@ class SparseAttention(LatentAttention):
     """One sparse-attention layer.
 
     Args:
-        shape: shared widths.
-        role: see above.
-        window: entries of the window (W), including the row's own.
-        top_k: bank entries that a row selects (K).
+        shape: widths that all attention layers share.
+        role: ``window``, ``full``, ``reindex`` or ``reuse``, see above.
+        window: number of window entries that a row sees, including its own (W).
+        top_k: number of bank entries that a row selects (K).
         ratio: tokens per bank entry (m), for a Full layer.
-        rope: rotation of queries, entries and index keys.
-        name: prefix of its taps.
+        rope: rotary embedding of queries, entries and index keys.
+        name: prefix of the names of its taps, e.g. ``decoder/3``.
         reads_bank: whether this layer attends to a bank. If false, a Full layer still builds one, for the aggregation
             stages, and has no indexer.
-        pool_blocks: number of candidate blocks per row that a Full layer publishes; later Reindex layers search only
+        pool_blocks: number of candidate blocks that a Full layer selects for each row; later Reindex layers search only
             these (None: no pool).
         indexer_training: trains its indexer.
     """
@@ -79,12 +79,12 @@ class SparseAttention(LatentAttention):
 
     @property
     def reach(self) -> int | None:
-        """Number of earlier positions of its input that a row needs: all for a bank, else the others of its window."""
+        """Number of earlier positions of its input that a row needs: W - 1, or None (all) if it builds a bank."""
         return None if self.role == "full" else self.window_size - 1
 
     @property
     def one_input(self) -> tuple[Linear, Linear]:
-        """Maps of the same input."""
+        """The maps of the same input, for ``gsm.layers.linear.side_by_side``."""
         return self.window.projection, self.query.down
 
     def start(self, batch: int, kind: str) -> LayerCache:
@@ -101,7 +101,7 @@ class SparseAttention(LatentAttention):
     def forward(
         self, x_BTD: Tensor, span: Span, cache: LayerCache, below: Attended | None
     ) -> tuple[Tensor, LayerOutput]:
-        """Write entries for all T new positions; attend for the last R of them.
+        """Write entries for all T new positions, and attend for the last R of them.
 
         Args:
             x_BTD: normed input.
@@ -126,11 +126,12 @@ class SparseAttention(LatentAttention):
         return update_BRD, LayerOutput(cache, self.add_pool(attended, selection), indexer_loss)
 
     def publish(self, x_BTD: Tensor, span: Span, cache: BankCache | None) -> tuple[Bank | None, BankCache | None]:
-        """Return the layer's own bank, with the groups that finish in this call; (None, None) if it owns none."""
+        """Return the bank of a Full layer, with the entries that this call finishes, and its cache; (None, None) for
+        other roles."""
         if self.compressor is None or cache is None:
             return None, None
         projected_BEC, pending = cache.pending.extend(self.compressor.project(x_BTD))
-        # All banks of one ratio are equally full, so they share one plan and one table of angles.
+        # All banks of one ratio are equally full, so they share the slots and the angles of new entries.
         slots = span.once(("slots", self.ratio), lambda: plan_slots(span.position_BT, self.ratio, cache.count_B))
         stored = projected_BEC.shape[1] - x_BTD.shape[1]
         end_BG = span.once(("ends", self.ratio, stored), lambda: slots.ends(stored))
@@ -147,7 +148,7 @@ class SparseAttention(LatentAttention):
         return bank, BankCache(pending, entry_store, key_store, count_B)
 
     def look(self, window_BEC: Tensor, bank: Bank | None, below: Attended | None, rows: int) -> Attended:
-        """Return the visible entries: the window, and the bank of the group that this layer starts or belongs to."""
+        """Return the entries that the rows see: the window, and the bank of the layer's group."""
         if bank is not None:
             return Attended(window_BEC, bank.last_rows(rows))
         if self.role == "window" or below is None:
@@ -162,9 +163,9 @@ class SparseAttention(LatentAttention):
         return search_bank(index, attended.bank, attended.bank.key_BFI, self.top_k, attended.pool_BRN)
 
     def add_pool(self, attended: Attended, selection: Selection) -> Attended:
-        """Return ``attended`` with the candidate pool that layers above search, unless it would hold the whole bank.
+        """Return ``attended`` with the candidate pool to which the search of later Reindex layers is limited.
 
-        This layer itself searches the whole bank.
+        There is no pool if it would hold the whole bank. This layer searches the whole bank.
         """
         bank = attended.bank
         if self.pool_blocks is None or selection.index is None or selection.key_BFI is None or bank is None:
@@ -175,7 +176,7 @@ class SparseAttention(LatentAttention):
         return replace(attended, pool_BRN=pool_BRN)
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
-        """Return the cost; a layer without a bank of its own reads the bank of ``below``."""
+        """Return the cost of the layer. If it reads a bank that it does not build, this is the bank of ``below``."""
         near = self.look_cost(self.window_size, nearest=True)
         window = Store(f"{kind}_window", near.width, self.window_size)
         per_row = self.cost_of_rows(self.window, self.compressor, self.indexer)
@@ -198,7 +199,7 @@ class SparseAttention(LatentAttention):
 
     def bank_cost(self, kind: str, width: int) -> LayerCost:
         """Return the cost of compressing tokens and storing a bank with entries of width ``width``."""
-        values = 1 if self.ratio == 1 else 2  # per pending token: its value, and its gate if there is one
+        values = 1 if self.ratio == 1 else 2  # per token of an unfinished group: its value, and its gate if any
         pending = Store(f"{kind}_pending", values * width, self.ratio - 1, carried=True)
         stores = [pending, Store(kind, width, ratio=self.ratio, counted=True)]
         if self.indexer is not None:

@@ -1,13 +1,13 @@
 """Multi-stage history aggregation (paper, section 3.1, equations 7 to 10).
 
-    u_1 = h_1,  u_s = [h_s ; r_{s-1}]             h_s: input of the layer's attention; r_{s-1}: retrieved so far
-                                                  (another ``stage_input`` takes another h, another ``stage_query``
-                                                  combines the two in another way)
+    u_1 = h_1,  u_s = [h_s ; r_{s-1}]             h_s: input of the encoder layer's attention; r_{s-1}: retrieved so
+                                                  far (``stage_input`` can take another h, and ``stage_query`` can
+                                                  combine the two differently)
     q_s = Query_s(RMSNorm_s(u_s))
     r_s = r_{s-1} + Output_s(Attn(q_s ; window of the layer, bank entries that the retriever selects))
 
-The stages write nothing back to the encoder, so they run after it, on the windows and banks that its layers attended
-to.
+Each stage s belongs to one encoder layer. The encoder does not read the stages' results, so the stages run after it, on
+the windows and banks that its layers attended to.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Retrieved(NamedTuple):
     Attributes:
         increments: one [B, R, D] per stage; their sum is the paper's r.
         caches: the cache of each retriever after the call.
-        indexer_losses: in training: loss and recall of each separate indexer, by stage: ``stage2``.
+        indexer_losses: in training: the loss and recall of each separate indexer, with its name, such as ``stage2``.
     """
 
     increments: tuple[Tensor, ...]
@@ -49,13 +49,13 @@ class Retrieved(NamedTuple):
 
 
 class Stage(LatentAttention):
-    """One stage: a query on the window and the bank of its encoder layer.
+    """One stage: attention with its own query to the window and the bank of its encoder layer.
 
     Args:
-        dim_in: width of u.
-        shape: shared widths.
-        window: W of the encoder layer.
-        rope: rotation of that layer.
+        dim_in: width of u (U).
+        shape: widths that all attention layers share.
+        window: window of the encoder layer in tokens (W).
+        rope: rotary embedding of that layer.
         retriever: selects the bank entries.
         name: prefix of the stage's taps.
         indexer_training: trains a separate indexer.
@@ -79,7 +79,18 @@ class Stage(LatentAttention):
     def forward(
         self, u_BRU: Tensor, span: Span, attended: Attended, cache: Any
     ) -> tuple[Tensor, Any, IndexerLoss | None]:
-        """Return the increment [B, R, D], the retriever's cache, and loss and recall of its indexer."""
+        """Attend for R rows.
+
+        Args:
+            u_BRU: query input u_s.
+            span: the rows.
+            attended: the window, bank and selection of the encoder layer, for these rows.
+            cache: the cache of the retriever.
+
+        Returns:
+            The increment r_s - r_{s-1}, [B, R, D]; the retriever's next cache; in training, the loss and recall of the
+            stage's indexer (None: it has none).
+        """
         x_BRU = self.norm(u_BRU)
         angles = self.rope.at(span, x_BRU.dtype)
         selection, cache = self.retriever(x_BRU, attended, span.position_BT, angles, cache)
@@ -101,13 +112,13 @@ class Aggregation(nn.Module):
     """All stages in order.
 
     Args:
-        layers: encoder layer of each stage, from 1; [] for no stages.
-        shape: shared widths.
-        window: W of the encoder.
-        top_k: entries that a retriever selects (K).
+        layers: number of each stage's encoder layer, counted from 1; [] for no stages.
+        shape: widths that all attention layers share.
+        window: window of the encoder layers in tokens (W).
+        top_k: bank entries that a retriever selects (K).
         ratio: tokens per bank entry (m).
-        rope: rotation in the encoder's layers with a bank.
-        retriever: called with ``dim_in, shape, top_k=..., stage=...`` for every stage.
+        rope: rotary embedding of the encoder layers with a bank.
+        retriever: makes the retriever of each stage; called with ``dim_in, shape, top_k=..., stage=...``.
         stage_input: selects h of a stage.
         stage_query: computes the query input of a stage.
         indexer_training: trains separate indexers.
@@ -157,11 +168,11 @@ class Aggregation(nn.Module):
         return [Layer("stages", stage.work(encoder[layer - 1].work)) for stage, layer in numbered]
 
     def forward(self, encoded: Sequence[LayerOutput], span: Span, caches: Sequence[Any]) -> Retrieved:
-        """Run the stages.
+        """Run the stages in order.
 
         Args:
             encoded: the output of each encoder layer.
-            span: the rows that the state is written for.
+            span: the rows that the state writer needs.
             caches: the cache of each retriever.
         """
         increments, after, losses = [], [], []

@@ -1,4 +1,4 @@
-"""Loads of the experts of all layers: loss, metrics and counts for a model's output.
+"""The load balance of the experts in all layers: the loss and the metrics of a training forward.
 
 L layers with experts, E experts in each.
 """
@@ -15,11 +15,14 @@ from gsm.layers.feed_forward import Balance
 
 
 def report_balance(balances: Sequence[Balance]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return losses and metrics of the layers with experts, in order, for the output of a training forward.
+    """Return the losses and the metrics, by name, of the layers with experts; both are empty without such layers.
 
-    The loss is ``balance``, the sum over layers. The metric ``expert_load`` is the rows of the busiest expert divided
-    by the mean: 1 when loads are even, E / K when all rows go to the same K experts. There is the mean over layers, and
-    a value per layer, numbered from 1.
+    The loss ``balance`` is the sum over layers. The metric ``expert_load/layer<n>`` is the number of rows of the
+    busiest expert in layer n divided by the mean over experts: 1 when loads are even, E / K when all rows go to the
+    same K experts. ``expert_load`` is its mean over layers.
+
+    Args:
+        balances: the loads of each layer with experts, in order; layers are numbered from 1 in this order.
     """
     if not balances:
         return {}, {}

@@ -1,4 +1,4 @@
-"""The interface of all language models: one ``forward`` for training, prefill and decoding, and one memory protocol.
+"""The base class of all language models: one ``forward`` for training, prefill and decoding, and one kind of memory.
 
 These modes differ only in the arguments of ``forward``:
 
@@ -7,6 +7,8 @@ These modes differ only in the arguments of ``forward``:
     prefill             the prompt        1                        fresh
     chunked prefill     a chunk           1 - tokens after it      of the previous chunks
     decoding            1                 1                        of all previous tokens
+
+B sequences, T new positions of a call, R requested rows: the last R positions, for which outputs are computed.
 """
 
 from __future__ import annotations
@@ -63,13 +65,14 @@ class Output:
         hidden_BRD: normed output of the last layer for the requested rows.
         head: the output projection, for ``logits``.
         loss: mean cross-entropy over the targets (None: the call had no targets).
-        losses: named scalars that a trainer adds to ``loss``, already weighted.
+        losses: named scalars, already weighted, that a trainer adds to ``loss``.
         metrics: named scalars for logging only.
-        memory: the memory after the call (None: the call had no memory). It is detached: a later call sends no
-            gradients to this one.
+        memory: the memory after the call (None: the call had no memory). It is detached, so no gradient flows from a
+            later call into this one.
         balances: in training: the expert loads of every layer with experts, in order.
-        modes: modes of the call: gradients, autocast and its dtype.
-        head_column: a copy of a column of the head's weight (None: the call recorded no gradients).
+        modes: whether the call recorded gradients, whether autocast was on, and its dtype.
+        head_column: a copy of a column of the head's weight, to notice that the weight has changed (None: the call
+            recorded no gradients).
     """
 
     hidden_BRD: Tensor
@@ -89,18 +92,20 @@ class Output:
 
     @property
     def load_LE(self) -> Tensor | None:
-        """int64, rows that each layer sent to each of its experts (None: no experts, or not in training).
-        ``rebalance`` takes their sum over all batches and ranks of an optimiser step."""
+        """Number of rows that each of L layers sent to each of E experts, int64 (None: no experts, or not in training).
+        ``rebalance`` takes the sum over all batches and ranks of an optimiser step."""
         return torch.stack([balance.load_E for balance in self.balances]) if self.balances else None
 
     @property
     def logits(self) -> Tensor:
-        """Scores of the next token, [B, R, V]. Each access computes them, in the modes of the call.
+        """Scores of the next token, [B, R, V]. Each access computes them, with the gradient mode and autocast of the
+        call.
 
-        Raises RuntimeError if the head has changed since a call that recorded gradients: they would be of no model.
+        Raises:
+            RuntimeError: if the call recorded gradients and the head's weight has changed since.
         """
         if self.head_column is not None and not torch.equal(self.head_column, column_of(self.head)):
-            raise RuntimeError("logits must be read before the head's weight changes, as by optimizer.step()")
+            raise RuntimeError("logits must be read before the head's weight changes, such as in optimizer.step()")
         if self.modes is None or self.modes == modes_of(self.hidden_BRD):
             return self.head(self.hidden_BRD)
         gradients, autocast, dtype = self.modes
@@ -114,7 +119,7 @@ class Output:
 
 
 def column_of(head: nn.Module) -> Tensor:
-    """Return the first column of a head's weight: a step of any optimiser changes it, at least for its targets."""
+    """Return the first column of a head's weight, [V]. A step of any optimiser changes it, at least for its targets."""
     return next(head.parameters()).detach()[..., 0]
 
 
@@ -133,7 +138,7 @@ class Trace:
     Attributes:
         hidden_BRD: output of the last layer for the requested rows, before the final norm.
         memory: the stores after the call. ``document_B`` and ``position_B`` are still those from before the call.
-        indexer_losses: in training: loss and recall of each indexer, with its layer's or stage's name (``encoder3``).
+        indexer_losses: in training: the loss and recall of each indexer, with its name, such as ``encoder3``.
         metrics: named scalars for logging only.
         balances: in training: the expert loads of every layer with experts, in order.
     """
@@ -146,17 +151,20 @@ class Trace:
 
 
 class LanguageModel(nn.Module, ABC, Observable):
-    """Embedding, a body (``run``), final norm and a head tied to the embedding.
+    """The base class of all models: an embedding, a body (``run``), a final norm and a head tied to the embedding.
 
-    The embedding is drawn with variance 1 / D and its output is scaled by sqrt(D), so that the first norm gets unit
-    variance. Because the head is tied to it, an untrained model favours the current token: its logit is sqrt(D) times
-    the final norm's weight. That weight starts at sqrt(128 / D), so that this logit does not grow with the width. (At
-    D = 128, smaller initial weights learned no faster.)
+    The embedding is drawn with variance 1 / D and its output is scaled by sqrt(D) to unit variance. Because the head is
+    tied to it, an untrained model favours the current token, whose logit is sqrt(D) times the final norm's weight. That
+    weight starts at sqrt(128 / D), so that this logit does not grow with the width. (At D = 128, smaller initial
+    weights learned no faster.)
 
     Args:
-        vocabulary: rows of the embedding (V).
+        vocabulary: number of token ids (V).
         dim: model width (D).
-        indexer_weight: weight of the indexers' loss, the mean over all indexers.
+        indexer_weight: weight of the indexers' loss, which is the mean over all indexers.
+
+    Raises:
+        ValueError: if ``indexer_weight`` is negative.
     """
 
     indexer_training: IndexerTraining = Frozen()  # the default for models without indexers
@@ -179,9 +187,9 @@ class LanguageModel(nn.Module, ABC, Observable):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer that the checkpoint holds; None: it holds none, or the model is of no checkpoint.
+        """The tokenizer of the checkpoint, read at its first use; None if there is no checkpoint or it has none.
 
-        It is read at the first use. Any other can be set: ``model.tokenizer = gsm.load_tokenizer("nano")``.
+        It can be set: ``model.tokenizer = gsm.load_tokenizer("nano")``.
         """
         if self._tokenizer is None and self._read_tokenizer is not None:
             self._tokenizer = self._read_tokenizer()
@@ -192,30 +200,31 @@ class LanguageModel(nn.Module, ABC, Observable):
         self._tokenizer, self._read_tokenizer = tokenizer, None
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text that the model reads; of an empty one, the end of text, after which a document
-        begins. Raises ValueError if the model has no tokenizer."""
+        """Return the token ids of a text. An empty text gives the end-of-text id, after which a document begins.
+
+        Raises:
+            ValueError: if the model has no tokenizer.
+        """
         if self.tokenizer is None:
             raise ValueError(
-                f"prompt must be ids, as the model has no tokenizer, got {text!r:.40}. Set model.tokenizer, or take a "
-                "model of text from gsm.load_model"
+                f"prompt must be token ids, as the model has no tokenizer, got {text!r:.40}; set model.tokenizer, or "
+                "load a model that was trained on text"
             )
         return self.tokenizer.encode(text) or [self.tokenizer.end_of_text]
 
     @property
     def reach(self) -> int | None:
-        """The largest distance in positions at which a token can change an output; None: unlimited, or unknown."""
+        """The largest distance in positions at which a token can change an output; None: unlimited or unknown."""
         return None
 
     @property
     def parameter_note(self) -> str:
-        """A remark on this model's parameter count, for tables; empty for none."""
+        """A remark on this model's parameter count, for tables; may be empty."""
         return ""
 
     def state_bytes(self, memory: Memory) -> int | None:
-        """Return the bytes that hold the decoder's knowledge of the past: GSM's state, or a comparator's whole cache.
-
-        None for the baseline: its decoder's bank grows together with the encoder's.
-        """
+        """Return the bytes of the memory from which the decoder reads the past: GSM's state, or the whole cache of a
+        model for comparison. Return None for the baseline, whose decoder has a bank that grows with the history."""
         return memory.breakdown().get("shared_state")
 
     @abstractmethod
@@ -224,18 +233,22 @@ class LanguageModel(nn.Module, ABC, Observable):
 
     @abstractmethod
     def schedule(self, new: int, rows: int) -> Schedule:
-        """Return the number of rows that each layer computes, for ``new`` positions and ``rows`` requested rows."""
+        """Return the number of rows that each layer computes for ``new`` positions and ``rows`` requested rows."""
 
     @abstractmethod
     def empty_memory(self, batch: int) -> dict[str, Any]:
         """Return the fields of ``Memory`` that this model uses, empty."""
 
     def layer_costs(self) -> list[Layer]:
-        """Return the costs of the layers in execution order. Raises ValueError if the model or a part declares none."""
+        """Return the costs of the layers in execution order.
+
+        Raises:
+            ValueError: if the model or one of its parts has no cost method.
+        """
         raise unknown_cost(self, "layer_costs()")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LanguageModel:
-        """Apply ``fn`` as any module does, and keep a tied head tied, also after ``to_empty``."""
+        """Apply ``fn`` as ``nn.Module`` does, and keep a tied head tied, also after ``to_empty``."""
         tied = self._tied
         super()._apply(fn, recurse)
         if tied:
@@ -247,15 +260,16 @@ class LanguageModel(nn.Module, ABC, Observable):
         return getattr(self.head, "weight", None) is getattr(self.embedding, "weight", self)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        """Load as any module does. Raises ValueError for a head that differs from the embedding in a tied model."""
+        """Load as ``nn.Module`` does. Raises ValueError if the model is tied and the head differs from the
+        embedding."""
         names = [f"{prefix}{part}.weight" for part in ("embedding", "head")]
         pair = [x for x in map(state_dict.get, names) if isinstance(x, Tensor) and not x.is_meta]
         if self._tied and len(pair) == 2 and pair[0] is not pair[1] and pair[0].shape == pair[1].shape:
             table, head = pair
             if not torch.equal(table.nan_to_num(), head.nan_to_num().to(table.device)):
                 raise ValueError(
-                    f"{names[1]} must equal {names[0]}, as they are one weight here; save the state dict of a model "
-                    "whose head has the embedding's weight"
+                    f"{names[1]} must equal {names[0]}, as the model ties them, got different values; load the state "
+                    "dict of a model with a tied head"
                 )
         self._retie = self._tied
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -272,17 +286,18 @@ class LanguageModel(nn.Module, ABC, Observable):
 
         Args:
             tokens: int64 [B, T], or a text, which ``tokenizer`` encodes as one sequence.
-            documents: int [B, T], contiguous runs of equal ids, -1 for padding; they may differ between sequences.
-                Default: one document, or with a memory the continuation of its last document.
-            targets: int64 [B, T], already shifted, -100 for positions that do not count.
+            documents: int [B, T], the document of each token: contiguous runs of equal ids, -1 for padding. A token
+                attends to its own document only. Default: one document, or with a memory the continuation of its last
+                document.
+            targets: int64 [B, T], the id that follows each token (already shifted); -100 for positions without a loss.
             memory: the memory that ``start`` or an earlier call returned. A growing memory is never changed. A static
-                memory is changed once the call has succeeded, and is returned as ``Output.memory``.
-            rows: number of trailing positions to compute outputs for (default: all). Zero or negative, with a memory
-                only: none now; the first needed position is ``1 - rows`` tokens after this call, and the call computes
-                only its prerequisites.
+                memory is changed if the call succeeds, and is returned as ``Output.memory``.
+            rows: number of last positions to compute outputs for (R); default: all. Zero or negative values are for the
+                first chunks of a prompt and need a memory: the call computes no output, but what is needed for the
+                output ``1 - rows`` tokens after its end.
 
         Raises:
-            ValueError: naming field, value and limit.
+            ValueError: if an argument is invalid; the message names it, its value and the limit.
         """
         if isinstance(tokens, str):
             tokens = torch.tensor([self.encode(tokens)], device=self.embedding.weight.device)
@@ -302,7 +317,7 @@ class LanguageModel(nn.Module, ABC, Observable):
             document_B = documents[:, -1]
             position_BT = document_positions(documents, before.document_B, before.position_B)
         span = before.continued(Span(position_BT, length if rows is None else rows), single_document)
-        # Autocast does not round an embedding's output, and the residual streams are most of a layer's memory traffic.
+        # Autocast does not lower the dtype of an embedding, but the residual streams are most of the memory traffic.
         x_BTD = lowered(self.embedding(tokens) * self.dim**0.5)
         called(self)
         tap("position", position_BT, fixed="positions determine the mask; use documents= to restart counting")
@@ -323,8 +338,8 @@ class LanguageModel(nn.Module, ABC, Observable):
         )
         if memory is None:
             return out
-        # The memory advances last, so that a failed call leaves a static memory unchanged. The documents are copied:
-        # with one token, document_B would be a view of the caller's tensor, which the caller may overwrite.
+        # The memory advances last, so that a call that fails leaves a static memory unchanged. The documents are
+        # copied, because document_B can be a view of the caller's tensor, which the caller may overwrite.
         last_token = {"document_B": document_B.clone(), "position_B": position_BT[:, -1]}
         after = replace(trace.memory, **last_token)
         return replace(out, memory=memory.advance(after, length, single_document, span.rows))
@@ -334,13 +349,13 @@ class LanguageModel(nn.Module, ABC, Observable):
 
         Args:
             batch: number of sequences.
-            capacity: None for a growing memory: each call returns the next one, and none is ever changed. A number of
-                tokens for a static memory: buffers of that capacity, which calls write in place. No shape depends on
-                the tokens read and no call synchronises with the device, so a CUDA graph can record the calls. (A
-                replay runs no Python: count the tokens it reads with ``memory.ledger.claim``.)
+            capacity: None for a growing memory: each call returns a new one and leaves the old one unchanged. A number
+                of tokens for a static memory: buffers of that capacity, which calls write in place. Then no shape
+                depends on the tokens read and no call synchronises with the device, so a CUDA graph can record the
+                calls. (A replay runs no Python, so count its tokens with ``memory.ledger.claim``.)
 
         Raises:
-            ValueError: for a batch or a capacity below 1.
+            ValueError: if ``batch`` or ``capacity`` is below 1.
         """
         batch, capacity = whole_number("batch", batch), None if capacity is None else whole_number("capacity", capacity)
         side_by_side(self)
@@ -356,27 +371,27 @@ class LanguageModel(nn.Module, ABC, Observable):
         chunk: int = CHUNK,
         documents: Tensor | None = None,
     ) -> Output:
-        """Read a prompt in chunks, computing only the prerequisites of the last row; return the last row's output.
+        """Read a prompt in chunks, and return the output of its last row.
 
-        Peak memory beyond the caches grows with ``chunk``, not with T. No gradients are recorded, because they would
-        end at the start of the last chunk. Call the model itself if you need gradients.
+        Only the rows that the last row needs are computed. Beyond the caches, peak memory grows with ``chunk`` and is
+        independent of T. No gradients are recorded; call the model itself if you need them.
 
         Args:
-            prompt: int64 [B, T] or [T], a text, or a sequence of B prompts of any lengths, each the beginning of a
+            prompt: int64 [B, T] or [T], a text, or a sequence of B prompts of any lengths, each of which begins a
                 document.
             memory: the memory that ``start`` or an earlier call returned; a fresh one for prompts of different lengths.
             chunk: tokens per call.
             documents: as in ``forward``; only for a tensor [B, T].
 
         Raises:
-            ValueError: as ``forward``. If the memory has no room for the whole prompt, nothing is read.
+            ValueError: as ``forward``. The memory is unchanged if it has no room for the whole prompt.
         """
         chunk = whole_number("chunk", chunk)
         tokens, padding = as_batch(prompt, self.embedding.weight.device, self.encode)
         if padding is not None and (documents is not None or memory.used):
             raise ValueError(
-                "documents must be left out, and memory fresh, with prompts of different lengths, as each of them "
-                f"begins a document, got a memory that has read {memory.used} tokens"
+                "documents must be None and memory empty for prompts of different lengths, as each of them begins a "
+                f"document, got a memory of {memory.used} tokens"
             )
         documents = padding if documents is None else documents
         if documents is not None:
@@ -385,13 +400,13 @@ class LanguageModel(nn.Module, ABC, Observable):
         before = memory.mark() if memory.capacity is not None and tokens.shape[1] > chunk else None
         try:
             return self._read(tokens, documents, memory, chunk)
-        except BaseException:  # after an interruption too, the memory must hold all of a prompt or nothing
+        except BaseException:  # also after an interruption, the memory must hold the whole prompt or none of it
             if before is not None:
                 memory.rewind(before)
             raise
 
     def _read(self, tokens: Tensor, documents: Tensor | None, memory: Memory, chunk: int) -> Output:
-        """Read the chunks of a prompt one after the other; return the last row's output, with the memory after it."""
+        """Read the chunks of a prompt one after the other; return the output of the last row and the memory."""
         out, length = None, tokens.shape[1]
         for start in range(0, max(length, 1), chunk):
             tokens_BT = tokens[:, start : start + chunk]
@@ -416,11 +431,11 @@ class LanguageModel(nn.Module, ABC, Observable):
     def generate(
         self, prompt: Prompt, max_new_tokens: int = 64, temperature: float = 0.0, **options
     ) -> Tensor | str | list[str]:
-        """Return new token ids [B, max_new_tokens] after a prompt, or new text after a text; arguments and errors as in
-        ``stream``.
+        """Return the continuation of a prompt: ids [B, max_new_tokens], or text for a text. Arguments and errors are
+        those of ``stream``.
 
-        A text stops at the model's end of text. The default memory is static because the final length is known: equally
-        fast on a CPU, and a GPU never waits. ``capacity`` selects another one.
+        Text ends before the end-of-text token. The default memory is static, with just enough capacity, so that a GPU
+        never waits for the host; on a CPU it is as fast as a growing one. ``capacity=None`` selects a growing one.
         """
         tokens, _ = as_batch(prompt, self.embedding.weight.device, self.encode)
         options.setdefault("capacity", tokens.shape[1] + whole_number("max_new_tokens", max_new_tokens) - 1)
@@ -444,19 +459,19 @@ class LanguageModel(nn.Module, ABC, Observable):
         generator: torch.Generator | None = None,
         capacity: int | None = None,
     ) -> Iterator[Tensor]:
-        """Yield one new id per sequence, [B], at a time.
+        """Yield the new tokens one after the other, each as the ids of all sequences, int64 [B].
 
         Args:
             prompt: int64 [B, T] or [T], a text, or a sequence of B prompts of any lengths; not empty.
-            max_new_tokens: number of new ids per sequence.
-            temperature: 0 takes the likeliest token, else logits are divided by it and sampled.
-            top_p: sample from the smallest set of likeliest tokens that holds this probability.
+            max_new_tokens: number of new tokens per sequence.
+            temperature: divisor of the logits; 0 takes the likeliest token.
+            top_p: draw from the smallest set of likeliest tokens whose probabilities sum to at least this.
             chunk: tokens of the prompt per call.
-            generator: source of randomness on the model's device.
-            capacity: as in ``start``: None for a memory that grows.
+            generator: random number generator on the model's device.
+            capacity: tokens that the memory can hold, as in ``start``; None: it grows.
 
         Raises:
-            ValueError: as ``forward``; for max_new_tokens below 1, or a capacity below prompt and new tokens.
+            ValueError: as ``forward`` and ``sample``; if ``max_new_tokens`` is below 1 or ``capacity`` too small.
         """
         tokens, documents = as_batch(prompt, self.embedding.weight.device, self.encode)
         check_sampling(temperature, top_p, generator, self.embedding.weight.device)
@@ -475,10 +490,10 @@ class LanguageModel(nn.Module, ABC, Observable):
         yield from continuation(out.logits[:, -1], step, max_new_tokens, temperature, top_p, generator)
 
     def compile_blocks(self, **options: Any) -> None:
-        """Compile each block at its first call: blocks of one kind share one graph, whatever the depth.
+        """Compile each block at its first call in training. Blocks of one kind share one graph.
 
-        In evaluation the blocks run eagerly: graphs for both modes and for recording would exceed the number that
-        PyTorch caches per function.
+        In evaluation the blocks run eagerly, because graphs for both modes and for recorded calls would exceed the
+        number that PyTorch caches per function.
 
         Args:
             options: options of ``torch.compile``.
@@ -489,14 +504,14 @@ class LanguageModel(nn.Module, ABC, Observable):
                 part._compiled_call_impl = _in_training(part, part._compiled_call_impl)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
-        """Return the parameters in groups that an optimiser treats differently.
+        """Return the parameters by name of the group. An optimiser can treat each group differently.
 
-        The groups are ``table_decay`` (embedding and head, filters), ``decay`` (matrices), ``no_decay`` (norms, scales,
-        biases, sinks), ``indexer_decay`` and ``indexer_no_decay`` (the same of indexers), and ``expert_decay``, which
-        ranks may shard differently.
+        The groups are ``table_decay`` (embedding and head, convolution filters), ``decay`` (other matrices),
+        ``no_decay`` (norms, scales, biases, sinks), ``indexer_decay`` and ``indexer_no_decay`` (the last two for
+        indexers), and ``expert_decay`` (experts, which ranks may shard differently).
 
-        The number of dimensions decides, so that only matrices are decayed. Tables and experts are recognised by their
-        type, indexers by their name.
+        Parameters with fewer than two dimensions have no weight decay. Tables and experts are recognised by their type,
+        indexers by their name.
         """
         groups: dict[str, list[nn.Parameter]] = {
             name: []
@@ -516,15 +531,16 @@ class LanguageModel(nn.Module, ABC, Observable):
         return groups
 
     def rebalance(self, load_LE: Tensor) -> None:
-        """Move the biases of all experts one step towards even loads.
+        """Move the routing biases of all experts one step towards even loads. Call this after each optimiser step.
 
-        Call it after each optimiser step, with ``Output.load_LE`` summed over the step's batches and ranks.
+        Args:
+            load_LE: ``Output.load_LE``, summed over the batches and ranks of the step.
         """
         for layer, load_E in zip(layers_with_experts(self), load_LE, strict=True):
             layer.rebalance(load_E)
 
     def parameter_report(self) -> ParameterReport:
-        """Count the parameters: total, active for one token, and by part. Works on the meta device."""
+        """Count the parameters: total, active for one token, and by part. Works on the meta device too."""
         return count_parameters(self)
 
     def _loss(self, hidden_BRD: Tensor, targets: Tensor | None) -> Tensor | None:
@@ -538,9 +554,9 @@ class LanguageModel(nn.Module, ABC, Observable):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Switch to evaluation mode inside the block.
+        """Switch the model to evaluation mode inside the ``with`` block.
 
-        Modules that were in training mode return to it after the last of the overlapping blocks of all threads.
+        Blocks of several threads may overlap; the modules return to training mode after the last one ends.
         """
         try:
             with _switching:
@@ -561,13 +577,13 @@ class LanguageModel(nn.Module, ABC, Observable):
                         module.training = True
 
     def _training_stores(self) -> dict[str, Any]:
-        """Return the fields of ``Memory`` for training: its stores discard all writes; made once."""
+        """Return the fields of ``Memory`` for training, whose stores discard all writes. They are made once."""
         if self._training_memory is None:
             self._training_memory = {name: forgetful(node) for name, node in self.empty_memory(0).items()}
         return self._training_memory
 
     def _layout(self) -> tuple[tuple, ...]:
-        """Return the layout of this model's memory; made once per dtype."""
+        """Return the layout of this model's memory. It is made once per dtype."""
         dtype = self.embedding.weight.dtype
         if dtype not in self._layouts:
             last_token = no_last_token(0, self.embedding.weight.device)

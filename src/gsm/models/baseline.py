@@ -2,15 +2,16 @@
 
     tokens
       |  embedding
-    encoder layer 1 .. L_E       window-only layers, then groups around banks at ratio m
+    encoder layer 1 .. L_E       window-only layers, then groups of layers that share a bank of one entry per m tokens
       |
-    decoder layer 1 (Full)       builds one bank at ratio 1 from the encoder's output
+    decoder layer 1 (Full)       builds a bank of one entry per token from the encoder's output
     decoder layer 2 .. L_D       Reindex layers make a new selection from it, Reuse layers use the last selection
       |
     norm -> head
 
-The encoder is GSM's, without stages and shared state. Every decoder layer has a window of its own, and the decoder's
-bank grows with the history.
+A bank is the memory of distant tokens, from which an indexer selects the Top-K entries for each row. The encoder is the
+same as in GSM, without stages and shared state. Every decoder layer has its own window, and the decoder's bank grows
+with the history.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ class Baseline(LanguageModel):
 
     Args:
         geometry: widths and depths.
-        candidate_pool: let the decoder's Reindex layers search only the geometry's ``candidate_blocks`` best blocks
-            of 8 entries, which the Full layer publishes (section 2.1). It has no effect while the bank has no more
-            entries than that, as in main training at every size.
-        residual: called with the width for every site.
-        feed_forward: called with width and hidden width for every block.
+        candidate_pool: let the decoder's Reindex layers search only the ``candidate_blocks`` best blocks of 8 entries,
+            which the Full layer selects (section 2.1). This has no effect while all entries of the bank fit into these
+            blocks, as in main training at every size.
+        residual: makes a residual connection; called with the model width, for each mixer and each feed-forward.
+        feed_forward: makes the feed-forward of a block; called with the model width and the hidden width.
         indexer_training: the loss, or the straight-through score, that trains the indexers.
-        indexer_weight: weight of the indexers' loss, if they have one.
+        indexer_weight: weight of the loss of the indexers, if they have one.
         recompute: recompute all or some activations of every block in the backward pass, see ``Stack``.
 
     Raises:
-        ValueError: for decoder roles that do not fit the decoder.
+        ValueError: if ``decoder_full`` is not the first decoder layer, or ``decoder_reindex`` not layers above it.
     """
 
     def __init__(
@@ -88,7 +89,8 @@ class Baseline(LanguageModel):
         self.indexer_training.freeze_untrained(self)
 
     def schedule(self, new: int, rows: int) -> Schedule:
-        """Return the rows of each layer: the decoder's bank needs all encoder rows; the layers above it need fewer."""
+        """Return the rows of each layer. The decoder's bank needs the output of the encoder at all positions; the
+        decoder layers compute fewer rows in a prefill."""
         decoder_input, *decoder = non_negative(stack_rows(new, rows, self.decoder.reaches))
         return Schedule([new] * self.geometry.encoder_layers, decoder, decoder_input=decoder_input)
 
@@ -108,17 +110,20 @@ class Baseline(LanguageModel):
         return [*self.encoder.layer_costs("encoder"), *self.decoder.layer_costs("decoder")]
 
     def empty_memory(self, batch: int) -> dict[str, Any]:
-        """Return the empty windows of all layers, banks of the encoder, and the decoder's bank, which grows with every
-        token."""
+        """Return the empty windows of all layers, the banks of the encoder, and the bank of the decoder."""
         return {"encoder": self.encoder.start(batch, "encoder"), "decoder": self.decoder.start(batch, "decoder")}
 
 
 def decoder_roles(geometry: Geometry) -> list[Role]:
-    """Return the role of each decoder layer. Raises ValueError unless the Full layer is the decoder's first."""
+    """Return the role of each decoder layer: ``full``, ``reindex`` or ``reuse``.
+
+    Raises:
+        ValueError: if ``decoder_full`` is not the first decoder layer, or ``decoder_reindex`` not layers above it.
+    """
     first, last = geometry.encoder_layers + 1, geometry.depth
     if geometry.decoder_full != first:
         raise ValueError(
-            f"decoder_full must be {first}, the first decoder layer, as the bank holds the encoder's output, got "
+            f"decoder_full must be {first}, the first decoder layer, which gets the encoder's output, got "
             f"{geometry.decoder_full}"
         )
     check_layers("decoder_reindex", geometry.decoder_reindex, first + 1, last)

@@ -1,4 +1,4 @@
-"""Checks of the arguments of a model's calls. Each error names the field, the value and the remedy."""
+"""Checks of the arguments of a model's calls. Each error names the argument, its value and the remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gsm_kernels.register import noted
 
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 DEVICES = ("cpu", "cuda", "meta")  # other devices, such as Apple's mps, are untested and may lack float64
-IGNORED = -100  # target of a position that is not trained on
+IGNORED = -100  # target of a position without a loss
 
 
 def check_call(
@@ -25,12 +25,18 @@ def check_call(
     rows: int | None,
     has_memory: bool = False,
 ) -> None:
-    """Raise ValueError for arguments of a forward that do not fit one another or the vocabulary.
+    """Check the arguments of ``LanguageModel.forward``.
 
-    Values are checked on the CPU only, because a check would stall another device; and not while a call is recorded.
+    The range of ids is checked on a CPU only, because reading them would synchronise with a GPU, and not while a call
+    is compiled or recorded.
 
     Args:
-        has_memory: whether the call has a memory; only then may it have no rows.
+        vocabulary: number of token ids (V).
+        tokens, documents, targets, rows: as in ``forward``.
+        has_memory: whether the call has a memory; only then may ``rows`` be below 1.
+
+    Raises:
+        ValueError: if a type, dtype, shape, device or value does not fit.
     """
     for name, value in (("tokens", tokens), ("documents", documents), ("targets", targets)):
         if value is not None or name == "tokens":
@@ -67,20 +73,24 @@ def check_call(
 
 
 def check_type(name: str, value: Any, kind: type, remedy: str) -> None:
-    """Raise ValueError for a value of another type."""
+    """Raise ValueError unless ``value`` is of type ``kind``; ``remedy`` ends the message after "use"."""
     if not isinstance(value, kind):
         actual = type(value)
         raise ValueError(f"{name} must be a {kind.__name__}, got {actual.__module__}.{actual.__name__}; use {remedy}")
 
 
 def check_shape(name: str, other: Tensor, tokens: Tensor) -> None:
-    """Raise ValueError for a tensor that does not have the shape of tokens."""
+    """Raise ValueError unless ``other`` has the shape of ``tokens``."""
     if other.shape != tokens.shape:
         raise ValueError(f"{name} must have the shape of tokens, {list(tokens.shape)}, got {list(other.shape)}")
 
 
 def whole_number(name: str, value: Any, least: int | None = 1) -> int:
-    """Return ``value`` as an int. Raises ValueError unless it is a whole number from ``least`` to the end of int32."""
+    """Return ``value`` as an int.
+
+    Raises:
+        ValueError: if it is not a whole number, or outside of [``least``, 2^31 - 1] (any if ``least`` is None).
+    """
     try:
         number = value if type(value) is int else index(value)
     except TypeError:
@@ -91,7 +101,7 @@ def whole_number(name: str, value: Any, least: int | None = 1) -> int:
 
 
 def check_range(vocabulary: int, name: str, ids: Tensor, otherwise: str = "") -> None:
-    """Raise ValueError for ids outside of the vocabulary; ``otherwise`` ends the sentence."""
+    """Raise ValueError unless all ids are in [0, vocabulary - 1]; ``otherwise`` names further permitted values."""
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:
         raise ValueError(
@@ -101,39 +111,46 @@ def check_range(vocabulary: int, name: str, ids: Tensor, otherwise: str = "") ->
 
 
 def check_memory(memory: Memory, layout: tuple[tuple, ...], tokens: Tensor, rows: int | None = None) -> None:
-    """Raise ValueError for a memory that this call cannot use.
+    """Raise ValueError if a call cannot use this memory. Does not synchronise with the device.
 
-    Reasons: another type, model, number of sequences or device; no room; rows that need tokens computed for fewer rows;
-    a static memory while gradients are recorded; a memory of inference mode outside of it. Reads host data only.
+    The memory must be of this model, batch size and device, and have room for the tokens. Earlier calls must have
+    computed the rows that the requested rows need. A static memory cannot be used while gradients are recorded, nor a
+    memory made in inference mode outside of that mode if this call records gradients or writes to it.
+
+    Args:
+        memory: the memory.
+        layout: the layout of the model's memory.
+        tokens: tokens [B, T] of the call.
+        rows: requested rows; None: all.
     """
     check_type("memory", memory, Memory, "start() of this model, or Output.memory")
     batch, length = tokens.shape
     if memory.batch != batch:
         raise ValueError(
-            f"memory must be of batch {batch}, as tokens are, got {memory.batch}; use start(batch={batch})"
+            f"memory must be of batch {batch}, the batch of tokens, got {memory.batch}; use start(batch={batch})"
         )
     actual = memory.ledger.layout
     if actual is not layout and actual != layout:
         raise ValueError(
-            "memory must be of this model, got that of another one, or of other sizes or "
+            "memory must be of this model, got one of another model, size or "
             f"dtype{first_difference(actual, layout)}; use start() of this model, or a new Engine"
         )
     if memory.document_B.device != tokens.device:
         raise ValueError(
-            f"memory must be on {tokens.device}, where tokens are, got {memory.document_B.device}; use start() after "
-            "the model was moved"
+            f"memory must be on {tokens.device}, the device of tokens, got {memory.document_B.device}; call start() "
+            "after moving the model"
         )
     if memory.capacity is not None and torch.is_grad_enabled():
         raise ValueError(
-            "memory must grow while gradients are recorded, as a static one is written in place, got capacity "
-            f"{memory.capacity}; use torch.no_grad(), or start() without a capacity, where gradients end"
+            "memory must be a growing one while gradients are recorded, as a static one is written in place, got "
+            f"capacity {memory.capacity}; use torch.no_grad(), or start() without a capacity"
         )
     traced = torch.compiler.is_compiling()  # a compiled graph cannot query inference mode
     if not traced and memory.document_B.is_inference() and not torch.is_inference_mode_enabled():
         if torch.is_grad_enabled() or memory.capacity is not None:
             raise ValueError(
-                "memory must be made outside of torch.inference_mode() to be used outside, where it permits neither "
-                "gradients nor writes; make it in torch.no_grad(), or stay in inference mode"
+                "memory must be made outside of torch.inference_mode() to be used outside of it; make it in "
+                "torch.no_grad(), or make the call in inference mode too"
             )
     memory.ledger.require(length)
     memory.ledger.require_rows(length, length if rows is None else rows)
@@ -154,9 +171,9 @@ def describe(store: tuple) -> str:
 
 
 def check_room(capacity: int | None, prompt: int, new: int, used: int = 0) -> None:
-    """Raise ValueError for fewer new tokens than 1, or for a capacity below used + prompt + new tokens - 1.
+    """Raise ValueError unless ``new`` is at least 1 and ``capacity`` at least used + prompt + new - 1, or None.
 
-    The last new token is not read, so it needs no room.
+    The last new token is not read, so it needs no room. All numbers are tokens.
     """
     whole_number("max_new_tokens", new)
     needed = used + prompt + new - 1

@@ -1,13 +1,13 @@
-"""A decoder-only language model of any sequence mixers, the comparator of GSM and the baseline.
+"""A decoder-only language model with any sequence mixers, to compare with GSM and the baseline.
 
     tokens
       |  embedding
-    layer 1 .. L_E + L_D     each: a mixer of the list, a feed-forward; the list repeats over the depth
+    layer 1 .. L_E + L_D     each: a mixer and a feed-forward; the list of mixers repeats over the depth
       |
     norm -> head
 
-Depth, model width, residual and feed-forward equal the baseline's. Heads and query rank are chosen so that the number
-of parameters matches too; ``parameter_note`` reports the remaining difference.
+Depth, model width, residual connections and feed-forward are those of the baseline. The number of heads and the query
+rank are chosen so that the number of parameters matches too; ``parameter_note`` reports the remaining difference.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class DecoderOnly(ParameterMatched):
 
     Args:
         geometry: widths and depths; encoder and decoder layers together are the depth.
-        mixers: the kinds of mixers by name; each called with ``shape, geometry=..., name=...``.
-        layers: names of mixers in order, repeated over the depth.
-        query_rank: rank of the queries; None: matches the baseline's number of parameters.
+        mixers: by name, a function that makes a mixer; called with ``shape, geometry=..., name=...``.
+        layers: names in ``mixers``, one per layer from the first, repeated over the depth.
+        query_rank: rank of the low-rank query projection; None: chosen to match the baseline's number of parameters.
         heads: query heads; None: the geometry's, or fewer if matching requires it.
-        residual: called with the width for every site.
-        feed_forward: called with width and hidden width for every block.
-        feed_forward_convolution: tokens that a short convolution before each feed-forward sees; 1: no convolution.
+        residual: makes a residual connection; called with the model width, for each mixer and each feed-forward.
+        feed_forward: makes the feed-forward of a block; called with the model width and the hidden width.
+        feed_forward_convolution: width in tokens of a short convolution before each feed-forward; 1: no convolution.
         recompute: recompute all or some activations of every block in the backward pass, see ``Stack``.
 
     Raises:
-        ValueError: for layers that name no mixer, mixers that no layer names, or more names than layers.
+        ValueError: if ``layers`` has a name that is not in ``mixers``, lacks one that is, or is longer than the depth.
     """
 
     def __init__(
@@ -107,11 +107,15 @@ class DecoderOnly(ParameterMatched):
 
 
 def repeated(layers: Sequence[str], mixers: Mapping[str, Any], depth: int) -> list[str]:
-    """Return the name of each layer's mixer. Raises ValueError unless ``layers`` names every mixer and no other."""
+    """Return the name of the mixer of each of ``depth`` layers.
+
+    Raises:
+        ValueError: if ``layers`` has a name that is not in ``mixers``, lacks one that is, or is longer than the depth.
+    """
     unknown = sorted(set(layers) - set(mixers))
     if unknown or not layers:
         raise ValueError(
-            f"layers must name mixers, {', '.join(sorted(mixers)) or 'of which there are none'}, got {list(layers)}"
+            f"layers must be names of mixers ({', '.join(sorted(mixers)) or 'there are none'}), got {list(layers)}"
         )
     unused = sorted(set(mixers) - set(layers))
     if unused:

@@ -1,4 +1,4 @@
-"""The causal encoder that GSM and the baseline share: window-only layers, then groups of layers around a bank
+"""The causal encoder of GSM and the baseline: window-only layers, then groups of layers that share a bank
 (DeepSeek-V4.1)."""
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def build_encoder(
     """Build the encoder of a geometry.
 
     Args:
-        geometry: widths, depths and the layers that own a bank.
-        block: wraps a mixer into a block.
+        geometry: widths, depths and the layers that build a bank.
+        block: builds a block around a mixer, as ``block_of`` returns it.
         indexer_training: trains the encoder's indexers.
         encoder_layer: builds the mixer of each layer.
-        reads_bank: whether the layers attend to the banks that they build.
-        recompute: recompute all or some activations in the backward pass.
+        reads_bank: whether the encoder layers attend to their banks; if not, only the stages do.
+        recompute: recompute all or some activations in the backward pass, see ``Stack``.
     """
     shape = geometry.shape()
     window_rope, bank_rope = geometry.window_rope(), geometry.bank_rope()

@@ -1,5 +1,4 @@
-"""The widths and depths of a model. All models of one size share them, so that comparisons are matched by
-construction."""
+"""The widths and depths of a model. All models of one size share them, so that their comparison is fair."""
 
 from __future__ import annotations
 
@@ -21,29 +20,31 @@ class Geometry:
     Attributes:
         vocabulary: rows of the embedding (V), at least the tokenizer's size.
         context: tokens of a training sequence.
-        dim, feed_forward_dim: model width (D) and hidden width of the feed-forward; with experts, the total hidden
-            width of a token's experts.
-        streams: residual streams of ``model/residual=by_size``; 1: plain residuals.
+        dim, feed_forward_dim: model width (D) and hidden width of the feed-forward; with experts, the sum of the hidden
+            widths of the experts that a token uses.
+        streams: number of residual streams with ``model/residual=by_size``; 1: plain residual connections.
         experts, experts_per_token: for a feed-forward with experts, the number of routed experts (without the shared
             expert), and the number of routed experts per token.
         encoder_layers, decoder_layers: depth of the two halves.
-        heads, entry_dim, rotary_dim: query heads (H), width of an entry (C), rotated channels of it.
-        query_rank, output_groups, output_rank: low-rank query and grouped low-rank output projection.
+        heads, entry_dim, rotary_dim: number of query heads (H), width of a window, bank or state entry (C), and how
+            many of its channels are rotated by position.
+        query_rank, output_groups, output_rank: rank of the low-rank query projection; number of groups and rank of the
+            grouped low-rank output projection.
         index_heads, index_dim: heads (J) and width (I) of an indexer.
-        window, top_k: local window (W) and selected bank entries (K).
+        window, top_k: tokens in the local window (W), and bank entries that a row selects (K).
         encoder_ratio, decoder_ratio: tokens per bank entry (m) in the encoder, and in the baseline's decoder.
-        bank_layers: encoder layers that own a bank (Full).
-        stages: encoder layers that carry an aggregation stage (GSM).
-        decoder_full, decoder_reindex: the decoder layer that builds a bank, and the layers with an indexer of their own
-            over it (baseline).
-        candidate_blocks: blocks of 8 entries in the candidate pool, if that is on (baseline).
-        rope_base, bank_rope_base: rotation of layers without and with a bank.
-        yarn_factor: scale of the context in layers with a bank; 1: off.
-        yarn_original: context that YaRN starts from; null: ``context``.
-        yarn_beta_fast, yarn_beta_slow, yarn_mscale: see ``Rope``; an mscale of 0 leaves attention as it is.
+        bank_layers: encoder layers that build a bank (role ``full``).
+        stages: encoder layers with an aggregation stage (GSM).
+        decoder_full, decoder_reindex: the decoder layer that builds a bank, and the layers with their own indexer over
+            it (baseline).
+        candidate_blocks: blocks of 8 entries in the candidate pool, if the pool is on (baseline).
+        rope_base, bank_rope_base: base of the rotary frequencies in layers without and with a bank.
+        yarn_factor: factor by which YaRN extends the context in layers with a bank; 1: no YaRN.
+        yarn_original: context in tokens before the extension; None: ``context``.
+        yarn_beta_fast, yarn_beta_slow, yarn_mscale: see ``Rope``; with an mscale of 0, YaRN does not scale attention.
 
     Raises:
-        ValueError: naming a field with an invalid value.
+        ValueError: if a field has an invalid value; the message begins with its name.
     """
 
     vocabulary: int
@@ -100,19 +101,19 @@ class Geometry:
 
     @property
     def depth(self) -> int:
-        """Layers of encoder and decoder together."""
+        """Number of layers, encoder and decoder together."""
         return self.encoder_layers + self.decoder_layers
 
     def shape(self) -> Shape:
-        """Return the widths that attention layers share."""
+        """Return the widths that all attention layers share."""
         return Shape(**{name: getattr(self, name) for name in Shape.__dataclass_fields__})
 
     def window_rope(self) -> Rope:
-        """Return the rotation of window-only layers and of GSM's decoder: short base, never YaRN."""
+        """Return the rotary embedding of window-only layers and of GSM's decoder: ``rope_base``, without YaRN."""
         return Rope(self.rotary_dim, base=self.rope_base)
 
     def bank_rope(self) -> Rope:
-        """Return the rotation of layers with a bank, and of the stages."""
+        """Return the rotary embedding of layers with a bank, and of the stages: ``bank_rope_base``, with YaRN."""
         return Rope(
             self.rotary_dim,
             base=self.bank_rope_base,
@@ -124,16 +125,17 @@ class Geometry:
         )
 
     def encoder_roles(self) -> list[Role]:
-        """Return the role of each encoder layer: window-only layers first, then groups that a Full layer leads."""
+        """Return the role of each encoder layer: ``window`` below the first bank; then groups of a ``full`` layer,
+        which builds a bank, and ``reuse`` layers, which read its bank and selection."""
         first = min(self.bank_layers)
         layers = range(1, self.encoder_layers + 1)
         return ["full" if i in self.bank_layers else "window" if i < first else "reuse" for i in layers]
 
 
 def check_layers(field: str, layers: Sequence[int], first: int, last: int) -> None:
-    """Raise ValueError unless ``layers`` ascend inside [first, last]."""
+    """Raise ValueError unless ``layers`` are ascending numbers in [first, last]; ``field`` begins the message."""
     if list(layers) != sorted(set(layers)):
-        raise ValueError(f"{field} must ascend without repetition, got {list(layers)}")
+        raise ValueError(f"{field} must be in ascending order without repetition, got {list(layers)}")
     outside = [layer for layer in layers if not first <= layer <= last]
     if outside:
         raise ValueError(f"{field} must be layers in [{first}, {last}], got {list(layers)}")

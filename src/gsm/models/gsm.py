@@ -9,9 +9,9 @@ decoder that reads it.
                                                          |                     ^  ^  ^
                                                          '--> state, the last M entries: read by every layer
 
-The encoder keeps the history. The decoder owns no entries, no index and no cache: each of its layers reads the same M
-entries with a new query. (This is the paper's ``state_reader``; the others differ. With ``decoder_start: streams`` the
-decoder also gets the encoder's streams.)
+Only the encoder stores the history. The decoder has no cache: each of its layers reads the same M entries with a new
+query. (So it is with the paper's ``state_reader``; the others differ. With ``decoder_start: streams`` the decoder also
+gets the encoder's residual streams.)
 """
 
 from __future__ import annotations
@@ -57,26 +57,29 @@ class GSM(LanguageModel):
 
     Args:
         geometry: widths and depths.
-        stages: encoder layers that carry an aggregation stage; None: the geometry's stages, []: no aggregation.
-        state_size: entries that a decoder row sees (M); None: window + top_k, the budget of one encoder attention.
+        stages: encoder layers with an aggregation stage; None: the geometry's stages, []: no aggregation.
+        state_size: state entries that a decoder row sees (M); None: window + top_k, as many as an encoder row sees.
         encoder_layer: builds the mixer of each encoder layer.
-        encoder_reading: decides whether the encoder's own attention reads its banks.
-        retriever: selects the bank entries of a stage; called with ``dim_in, shape, top_k=..., stage=...``.
-        stage_input: selects h of a stage.
-        stage_query: computes the query input of a stage.
-        writer: writes the retrieved history into the state; called with ``shape, state_size=..., rope=...,
-            parts=...``, and with ``stages=...``, the number of stages, if it takes that argument.
-        decoder_start: makes the initial residual streams of the decoder.
-        state_reader: defines how decoder layers read the state.
-        residual: called with the width for every site.
-        feed_forward: called with width and hidden width for every block.
+        encoder_reading: decides whether the encoder's attention reads its banks; None: ``TopK``, it does.
+        retriever: makes the retriever of a stage, which selects its bank entries; called with
+            ``dim_in, shape, top_k=..., stage=...``.
+        stage_input: selects the input h_s of a stage; None: ``BeforeLayer``.
+        stage_query: computes the query input u_s of a stage; None: ``Accumulated``.
+        writer: makes the state writer, which writes the retrieved history into the state; called with
+            ``shape, state_size=..., rope=..., parts=...``, and with ``stages=...``, the number of stages, if it takes
+            that argument.
+        decoder_start: makes the initial residual streams of the decoder; None: ``State``.
+        state_reader: builds the attention with which decoder layers read the state; None: ``Shared``.
+        residual: makes a residual connection; called with the model width, for each mixer and each feed-forward.
+        feed_forward: makes the feed-forward of a block; called with the model width and the hidden width.
         indexer_training: the loss, or the straight-through score, that trains the indexers.
-        indexer_weight: weight of the indexers' loss, if they have one.
+        indexer_weight: weight of the loss of the indexers, if they have one.
         recompute: recompute all or some activations of every block in the backward pass, see ``Stack``.
 
     Raises:
-        ValueError: for stages on layers that do not exist or have no bank, a state without entries, a retriever that
-            follows an encoder without selections, or a writer that needs stages in a model without them.
+        ValueError: if ``stages`` has a layer that does not exist or has no bank, ``state_size`` is below 1, the
+            retriever uses the encoder's selection although its layers do not read banks, or the writer needs stages and
+            there are none.
     """
 
     def __init__(
@@ -152,7 +155,7 @@ class GSM(LanguageModel):
         self.indexer_training.freeze_untrained(self)
 
     def schedule(self, new: int, rows: int) -> Schedule:
-        """Return the rows of each layer, of the stages and of the state."""
+        """Return the number of rows of each layer, of the stages and of the state."""
         return gsm_schedule(
             new,
             rows,
@@ -198,8 +201,8 @@ class GSM(LanguageModel):
         return [*encoder, *self.aggregation.layer_costs(encoder), *self.decoder.layer_costs("decoder")]
 
     def empty_memory(self, batch: int) -> dict[str, Any]:
-        """Return the empty windows and banks of the encoder, index keys of separate indexers, the shared state, and the
-        caches of the state reader (the paper's has none)."""
+        """Return the empty windows and banks of the encoder, the index keys of separate indexers, the shared state, and
+        the caches of the decoder layers (none with the paper's ``state_reader``)."""
         return {
             "encoder": self.encoder.start(batch, "encoder"),
             "stages": self.aggregation.start(batch),
@@ -212,7 +215,8 @@ class GSM(LanguageModel):
         return memory.decoder_bytes()
 
     def _norms(self, increments: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        """Return, in training, the mean norm of the sum of the increments up to each stage."""
+        """Return the mean norm of r_s, the sum of the increments up to stage s, for each stage; empty outside of
+        training."""
         if not self.training or not increments:
             return {}
         retrieved_SBRD = torch.stack(increments).detach().cumsum(dim=0)
@@ -221,22 +225,26 @@ class GSM(LanguageModel):
 
 
 def check_stages(stages: Sequence[int], geometry: Geometry) -> list[int]:
-    """Return the stages as a list. Raises ValueError unless they ascend inside the encoder, on layers with a bank."""
+    """Return the stages as a list.
+
+    Raises:
+        ValueError: if they are not ascending numbers of encoder layers with a bank.
+    """
     first = min(geometry.bank_layers)
     bankless = [layer for layer in stages if layer < first]
     if bankless:
-        raise ValueError(f"stages must be layers from {first} on, as those before have no bank, got {list(stages)}")
+        raise ValueError(f"stages must be layers from {first}, the first with a bank, got {list(stages)}")
     check_layers("stages", stages, first, geometry.encoder_layers)
     return list(stages)
 
 
 def check_retrievers(aggregation: Aggregation) -> None:
-    """Raise ValueError for a retriever that follows the selection of encoder layers that select nothing."""
+    """Raise ValueError if a retriever uses the encoder's selection. Called if the encoder does not read its banks."""
     followers = [stage.retriever for stage in aggregation if stage.retriever.follows_encoder]
     if followers:
         raise ValueError(
-            "retriever must have a selection of its own, such as separate_indexer, with encoder_reading=window_only, "
-            f"whose layers select nothing, got {type(followers[0]).__name__}; or use stages=[]"
+            "retriever must make its own selection, as separate_indexer does, because encoder_reading=window_only "
+            f"has no selection to share, got {type(followers[0]).__name__}; or use stages=[]"
         )
 
 
@@ -247,8 +255,9 @@ def takes(factory: Callable[..., object], name: str) -> bool:
 
 
 def check_writer(writer: StateWriter, stages: Sequence[int]) -> None:
-    """Raise ValueError for a writer that needs stages in a model without them."""
+    """Raise ValueError if a writer needs stages and the model has none."""
     if writer.needs_stages and not stages:
         raise ValueError(
-            f"writer must need no stages with model.stages=[], such as additive, got {type(writer).__name__}"
+            "writer must be one that needs no stages, such as additive, with model.stages=[], got "
+            f"{type(writer).__name__}"
         )

@@ -1,5 +1,5 @@
-"""Comparators with the baseline's number of parameters. Width, depth and feed-forward are equal; only the mixers
-differ, and the rank of their queries compensates for the difference."""
+"""Models for comparison that have as many parameters as the baseline. Width, depth and feed-forward are equal. Only the
+mixers differ; the number of heads and the rank of their query projection are chosen to match the parameters."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from gsm.models.base import LanguageModel
 from gsm.models.baseline import Baseline
 from gsm.models.geometry import Geometry
 
-NEGLIGIBLE = 0.02  # largest difference in parameters, as a fraction of the baseline's, that is not reported
-# Parts that baseline and comparators share are left out when parameters are compared.
+NEGLIGIBLE = 0.02  # differences in parameters up to this fraction of the baseline's are not reported
+# Stand-ins for the parts that all models share: only the other parameters are compared.
 BARE: dict[str, Any] = {"residual": Plain, "feed_forward": nn.Identity}
 
 
 class ParameterMatched(LanguageModel):
-    """A comparator. Heads and query rank follow from the baseline's number of parameters.
+    """Base of the models that are matched to the baseline's number of parameters. Sets ``shape``.
 
     Args:
         geometry: widths and depths.
-        make: the comparator; called with ``geometry, heads=..., query_rank=...``, residual and feed-forward.
+        make: builds this model; called with ``geometry, heads=..., query_rank=..., residual=..., feed_forward=...``.
         heads: query heads; None: the geometry's, or fewer if matching requires it.
-        query_rank: rank of the queries; None: matched.
+        query_rank: rank of the low-rank query projection; None: matched.
     """
 
     def __init__(
@@ -50,19 +50,20 @@ class ParameterMatched(LanguageModel):
 
     @property
     def parameter_note(self) -> str:
-        """Heads and rank of the queries, and the difference from the baseline's parameters if it is not negligible."""
+        """The number of heads and the query rank, and how many parameters more or fewer than the baseline, if the
+        difference exceeds ``NEGLIGIBLE``."""
         heads, rank = self.shape.heads, self.shape.query_rank
         with torch.device("meta"):
             actual, goal = self._build_bare(heads=heads, query_rank=rank), Baseline(self.geometry, **BARE)
         return f"{heads} heads, query rank {rank}{difference_note(_parameters(actual) - _parameters(goal), self)}"
 
     def state_bytes(self, memory: Memory) -> int:
-        """Return the bytes of the whole cache, because a comparator is a decoder only."""
+        """Return the bytes of the whole cache: all layers of such a model count as its decoder."""
         return memory.cache_bytes()
 
 
 class Match(NamedTuple):
-    """Heads and query rank of a comparator, and its number of parameters minus the baseline's."""
+    """A number of heads, a query rank, and the model's parameters with these minus the baseline's."""
 
     heads: int
     rank: int
@@ -75,13 +76,13 @@ def match(
     make: Callable[..., LanguageModel],
     target: Callable[[], LanguageModel],
 ) -> Match:
-    """Return the first number of heads for which some query rank matches the target's number of parameters.
+    """Return the first number of heads at which a query rank matches the target's number of parameters.
 
-    Parameters are linear in the rank, so two models on the meta device determine it. The rank must be at least half of
-    the geometry's, so that queries are not poorer than the baseline's, and at most heads x entry_dim, because a higher
-    rank adds nothing. Mixers without a query of this rank have the same parameters at every rank: only heads match
-    them. If no number of heads allows an exact match, the closest one is returned. A number is skipped if a smaller
-    one had too many parameters or a larger one too few, or if the caller's key and value heads do not divide it.
+    If no number of heads allows an exact match, return the closest one. The number of parameters is linear in the rank,
+    so two models on the meta device determine the rank. It is at least half of the geometry's, because a lower rank
+    would make queries weaker than the baseline's, and at most heads x entry_dim, the full rank. If the mixers have no
+    low-rank query projection, only the number of heads is matched. A number of heads is skipped if a smaller one had
+    too many parameters, if a larger one had too few, or if it is no multiple of the model's key and value heads.
 
     Args:
         geometry: widths and depths.
@@ -90,7 +91,7 @@ def match(
         target: builds the model to match.
 
     Raises:
-        UnfitHeads: a ValueError, if key and value heads divide none of the numbers.
+        UnfitHeads: a ValueError, if no number in ``choices`` is a multiple of the key and value heads.
     """
     matches, unfit, few, many = [], None, 0, max(choices) + 1
     with torch.device("meta"):
@@ -119,7 +120,8 @@ def match(
 
 
 def resized(geometry: Geometry, heads: int, rank: int) -> Shape:
-    """Return the geometry's widths with other heads and rank; fewer heads form fewer output groups."""
+    """Return the geometry's widths with this number of heads and query rank, and as many output groups as divide the
+    heads, up to the geometry's."""
     groups = geometry.output_groups
     while heads % groups:
         groups -= 1
@@ -127,7 +129,7 @@ def resized(geometry: Geometry, heads: int, rank: int) -> Shape:
 
 
 def difference_note(difference: int, model: LanguageModel) -> str:
-    """Describe a difference in parameters; empty if it is at most ``NEGLIGIBLE``."""
+    """Describe a difference in parameters from the baseline; return "" if it is at most ``NEGLIGIBLE``."""
     share = difference / (_parameters(model) - difference)
     if abs(share) <= NEGLIGIBLE:
         return ""
@@ -136,8 +138,8 @@ def difference_note(difference: int, model: LanguageModel) -> str:
 
 
 def head_counts(number: int) -> list[int]:
-    """Return ``number``, then all smaller ones: by the largest power of two that divides them, then the largest
-    first."""
+    """Return the numbers of heads to try: ``number``, then all smaller ones, those with the largest power of two as a
+    divisor first, and among these the largest first."""
     return [number, *sorted(range(1, number), key=lambda count: (-(count & -count), -count))]
 
 

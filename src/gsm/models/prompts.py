@@ -22,10 +22,10 @@ def left_pad(prompts: Sequence[Ids], device: torch.device | str = "cpu") -> tupl
 
     Returns:
         tokens: int64 [B, T], T the length of the longest prompt; id 0 is the padding on the left.
-        documents: int64 [B, T], 0 for prompts, -1 for padding, which hides the padding from the model.
+        documents: int64 [B, T], 0 for prompts and -1 for padding, to which the model does not attend.
 
     Raises:
-        ValueError: for no prompts, or a prompt that is empty, not 1-D or not of whole numbers.
+        ValueError: if there is no prompt, or one is empty, not 1-D or not of whole numbers.
     """
     rows = [torch.as_tensor(prompt, device=device) for prompt in prompts]
     if not rows:
@@ -41,18 +41,27 @@ def left_pad(prompts: Sequence[Ids], device: torch.device | str = "cpu") -> tupl
 
 
 def is_text(prompt: Prompt) -> bool:
-    """Return whether a prompt is a text or several."""
+    """Return whether a prompt is a text or a list of texts."""
     return isinstance(prompt, str) or isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], str)
 
 
 def as_batch(
     prompt: Prompt, device: torch.device, encode: Callable[[str], list[int]] | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return tokens [B, T] and documents of a prompt in any form; documents are None if nothing was padded.
+    """Convert a prompt into a batch of token ids.
 
-    A prompt is a tensor [B, T] or [T], a sequence of ids, or a sequence of prompts of any lengths. With ``encode``,
-    from text to ids, it may be a text, or a sequence of texts. Raises ValueError as ``left_pad`` does, and for anything
-    without ids.
+    Args:
+        prompt: a tensor [B, T] or [T], a sequence of ids, or a sequence of prompts of any lengths; with ``encode``,
+            also a text or a sequence of texts.
+        device: device of the result.
+        encode: maps a text to ids.
+
+    Returns:
+        tokens: [B, T], padded on the left.
+        documents: int64 [B, T] as in ``left_pad``; None if all prompts have one length.
+
+    Raises:
+        ValueError: as ``left_pad``, or if the prompt has no ids.
     """
     if encode is not None and is_text(prompt):
         prompt = [encode(text) for text in ([prompt] if isinstance(prompt, str) else prompt)]  # pyright: ignore[reportArgumentType]
@@ -64,7 +73,7 @@ def as_batch(
         tokens, documents = left_pad(prompt, device)  # pyright: ignore[reportArgumentType]
     except (TypeError, KeyError, RuntimeError, OverflowError) as error:  # a text, a set, a generator
         raise ValueError(
-            "prompt must be ids: a tensor [B, T] or [T], a list, a list of lists, or encode() of a tokenizer, got "
-            f"{prompt!r:.40}"
+            "prompt must be token ids (a tensor [B, T] or [T], a list, a list of lists, or encode() of a tokenizer), "
+            f"got {prompt!r:.40}"
         ) from error
     return tokens, documents if len({len(row) for row in prompt}) > 1 else None  # pyright: ignore[reportArgumentType]

@@ -9,7 +9,7 @@ from torch import nn
 
 from gsm.models.balancing import layers_with_experts
 
-# First match wins; the tied head is counted once, as the embedding.
+# The first pattern that matches a parameter's name decides. The tied head is counted once, as the embedding.
 _PARTS = (
     ("embedding", r"^embedding\."),
     ("aggregation stages", r"^aggregation\."),
@@ -28,7 +28,7 @@ _PARTS = (
     ("routed experts", r"\.feed_forward\.experts\."),
     ("feed-forward", r"\.feed_forward\."),
     ("norms", r"norm\.weight$"),
-    ("attention, other", r"\.attention\."),  # parts of one mixer only
+    ("attention, other", r"\.attention\."),  # parts that only one kind of mixer has
     ("other", r""),
 )
 
@@ -39,8 +39,8 @@ class ParameterReport:
 
     Attributes:
         total: all parameters, tied ones once.
-        active: parameters in the computation of one token: all but the experts that it is not sent to.
-        parts: by part; they sum to ``total``.
+        active: parameters used for one token, that is, without the experts that it is not routed to.
+        parts: parameters by name of the part; they sum to ``total``.
     """
 
     total: int
@@ -53,7 +53,7 @@ class ParameterReport:
 
 
 def count_parameters(model: nn.Module) -> ParameterReport:
-    """Count a model's parameters by part; parameters of no named part count as ``other``."""
+    """Count a model's parameters: total, active for one token, and by part (``other`` for names that match none)."""
     parts: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         part = next(part for part, pattern in _PARTS if re.search(pattern, name))

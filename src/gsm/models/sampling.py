@@ -1,6 +1,6 @@
 """Sampling the next token from logits: greedy, temperature, and nucleus sampling (Holtzman et al., 2020).
 
-Nothing here waits for the device; only reading an id does.
+On a GPU, drawing a token does not synchronise with the device. Reading the returned id does.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from gsm.shapes import promoted
 def sample(
     logits_BV: Tensor, temperature: float = 0.0, top_p: float = 1.0, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Draw one token per sequence, int64 [B].
+    """Draw the next token of each sequence and return the ids, int64 [B].
 
     Args:
         logits_BV: scores of the next token.
-        temperature: 0 takes the likeliest token; else logits are divided by it.
-        top_p: keep the smallest set of likeliest tokens whose probability reaches this.
-        generator: source of randomness on the logits' device.
+        temperature: divisor of the logits; 0 takes the likeliest token.
+        top_p: draw from the smallest set of likeliest tokens whose probabilities sum to at least this.
+        generator: random number generator on the device of the logits.
 
     Raises:
-        ValueError: for a temperature below 0, or top_p outside of (0, 1]; on a CPU also for non-finite scores.
+        ValueError: if the temperature is negative or infinite, or top_p is not in (0, 1]; on a CPU also if a score is
+            NaN or +inf, or all are -inf.
     """
     check_sampling(temperature, top_p)
     token_B, best_B = _choice(logits_BV, temperature, top_p, generator)
@@ -40,48 +41,53 @@ def sample(
 def _choice(
     logits_BV: Tensor, temperature: float, top_p: float, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    """Return tokens [B] and best scores [B]; the latter are finite unless a score is NaN or +inf, or all are -inf."""
+    """Return the drawn tokens [B], and the best scores [B], which are finite unless a score is NaN or +inf, or all are
+    -inf."""
     best_B, likeliest_B = promoted(logits_BV).max(dim=-1)
-    least = torch.finfo(best_B.dtype).tiny  # smaller numbers would be 0 in the tensors' dtype
+    least = torch.finfo(best_B.dtype).tiny  # a smaller number would underflow to 0 in the dtype of the scores
     if temperature < least:
         return likeliest_B, best_B
     probability_BV = ((promoted(logits_BV) - best_B[:, None]) / temperature).softmax(dim=-1)
     if top_p < 1:
         sorted_BV, order_BV = probability_BV.sort(dim=-1, descending=True)
-        # A token stays while the mass before it is below top_p, so that the likeliest always stays.
+        # A token stays if the likelier tokens sum to less than top_p. So the likeliest token always stays.
         nucleus_BV = sorted_BV.masked_fill(sorted_BV.cumsum(dim=-1) - sorted_BV >= max(top_p, least), 0)
         probability_BV = torch.zeros_like(probability_BV).scatter(1, order_BV, nucleus_BV)
-    # The method of torch.multinomial, without its check of the probabilities, which waits for the device: of
+    # As torch.multinomial, but without its check of the probabilities, which synchronises with the device: among
     # exponential variables with rates p, variable i is the smallest with probability p_i.
     clock_BV = torch.empty_like(probability_BV).exponential_(generator=generator)
     return (probability_BV / clock_BV).argmax(dim=-1), best_B
 
 
 def require_finite(best_B: Tensor) -> None:
-    """Raise ValueError for non-finite best scores of the next token; waits for the device."""
+    """Raise ValueError unless all best scores [B] are finite. Synchronises with the device."""
     if not best_B.is_meta and not best_B.isfinite().all():
         raise ValueError(
-            "the model's scores of the next token are not finite, so no token can be drawn. Look for NaN or infinity "
-            "in its weights and in its memory"
+            "scores of the next token must be finite, got NaN or infinity; look for these in the model's weights and "
+            "in its memory"
         )
 
 
 def check_sampling(
     temperature: float, top_p: float, generator: torch.Generator | None = None, device: torch.device | None = None
 ) -> None:
-    """Raise ValueError for a value that is not a number, a temperature below 0, top_p outside of (0, 1], or a generator
-    on another device."""
+    """Check the arguments of ``sample``.
+
+    Raises:
+        ValueError: if the temperature is not a finite number of at least 0, top_p is not in (0, 1], or the generator is
+            no ``torch.Generator`` on ``device``.
+    """
     for name, value in {"temperature": temperature, "top_p": top_p}.items():
         if not (isinstance(value, Real) or isinstance(value, Tensor) and value.numel() == 1):
             raise ValueError(f"{name} must be a number, got {value!r:.40}")
     if not 0 <= temperature < math.inf:
-        raise ConfigError(f"temperature must be 0 (greedy) or a finite number above it, got {temperature}")
+        raise ConfigError(f"temperature must be 0 (greedy) or a positive finite number, got {temperature}")
     if not 0 < top_p <= 1:
         raise ConfigError(f"top_p must be in (0, 1], got {top_p}")
     if generator is not None and not isinstance(generator, torch.Generator):
         raise ValueError(f"generator must be a torch.Generator, got {type(generator).__name__}")
     if generator is not None and device is not None and generator.device.type != device.type:
-        raise ValueError(f"generator must be on {device}, where the model is, got {generator.device}")
+        raise ValueError(f"generator must be on {device}, the device of the model, got {generator.device}")
 
 
 def continuation(
@@ -92,16 +98,16 @@ def continuation(
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """Yield ``count`` new ids per sequence, int64 [B], one after the other.
+    """Yield ``count`` new tokens of each sequence, one int64 [B] at a time.
 
     Args:
-        logits_BV: scores of the first new id.
-        step: reads a token [B] and returns the scores of the next. It does not get the last id.
-        count: number of new ids.
+        logits_BV: scores of the first new token.
+        step: maps the ids [B] of a new token to the scores [B, V] of the next one; not called for the last token.
+        count: number of new tokens.
         temperature, top_p, generator: as in ``sample``.
 
     Raises:
-        ValueError: for non-finite scores: on a CPU at once, elsewhere after the last token.
+        ValueError: if scores are not finite: on a CPU at once, on a GPU after the last token.
     """
     health_B = torch.zeros((), device=logits_BV.device)
     for number in range(1, count + 1):

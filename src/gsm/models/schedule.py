@@ -1,18 +1,18 @@
-"""The number of rows that each layer computes. Prefill requests fewer rows; it has no code path of its own.
+"""The number of rows that each layer computes. Training requests all rows, prefill the last one, with the same code.
 
     GSM, one requested row, W = 4, M = 7, banks up to layer 3, T = 20 new positions:
 
     layer       1    2    3    4    state   decoder
     rows       20   20   10    7      7        1
 
-    the first 12 of these positions, with the requested row 8 positions later (R = 1 - 8):
+    The first 12 of these positions as a chunk, where the requested row comes 8 positions later (R = 1 - 8):
 
     rows       12   12    2    0      0        0
 
-A layer that computes R rows reads R + W - 1 positions of the layer below (its window), so the number of rows falls by W
-- 1 per layer upwards. Banks need every position, so no layer below the last bank can compute fewer (paper, equation
-14). The first rows of a layer with a convolution are incomplete, so it computes a few more. A recurrence needs every
-position.
+M is the number of state entries that a decoder row reads. A layer that computes R rows reads R + W - 1 positions of the
+layer below (its window), so each layer computes W - 1 rows fewer than the one below it. Banks and recurrences need
+every position, so all layers below the last of them compute all rows (paper, equation 14). A layer with a convolution
+computes a few rows more, because its first rows lack the tokens before them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Schedule:
-    """Rows of one call.
+    """The numbers of rows in one call.
 
     Attributes:
         encoder, decoder: rows of each layer, at least 0.
-        writer: positions that enter stages and state writer: the rows of the last encoder layer, without incomplete
-            ones.
-        state: trailing positions of these that get entries in the state.
-        decoder_input: positions that enter the decoder's first layer.
+        writer: rows of the last encoder layer that enter the stages and the state writer. Rows that lack tokens of a
+            convolution are left out.
+        state: the last of these rows, for which the writer makes state entries.
+        decoder_input: rows that enter the first decoder layer.
     """
 
     encoder: list[int]
@@ -41,22 +41,22 @@ class Schedule:
 
 
 def non_negative(rows: Sequence[int]) -> list[int]:
-    """Return the numbers of rows, with 0 for negative ones: their requested row lies too far ahead for this call."""
+    """Return the numbers of rows, with 0 for negative ones, whose rows all belong to later calls."""
     return [max(0, count) for count in rows]
 
 
 def stack_rows(new: int, rows: int, reaches: Sequence[int | None]) -> list[int]:
-    """Return the positions that enter a stack of mixers, then the rows of each layer, pruned exactly.
+    """Return how many rows each layer of a stack must compute for the requested rows of the top layer.
 
     Args:
         new: new positions of the call (T).
-        rows: requested rows (R); R = T is training; R <= 0: a row 1 - R positions after these.
+        rows: requested rows (R). R = T: all, as in training. R <= 0: the first needed row comes 1 - R positions after
+            this call.
         reaches: for each layer, the number of earlier positions of its input that a row needs; None: all of them.
 
     Returns:
-        One number more than layers: the positions that enter the first layer, and the rows of each layer. The top layer
-        computes the requested rows. The layer below a layer with reach c and R rows computes min(T, R + c), which may
-        be negative.
+        The number of positions that enter the first layer, then the rows of each layer. The top layer computes R rows.
+        Below a layer with reach c and R rows, min(T, R + c) rows are computed. The numbers may be negative.
     """
     wanted = [rows]
     for reach in reversed(reaches):
@@ -79,10 +79,11 @@ def gsm_schedule(
     Args:
         new: new positions of the call (T).
         rows: requested rows (R), as in ``stack_rows``.
-        encoder, decoder: the reaches of the layers, as in ``stack_rows``.
-        state_size: number of positions with entries that a decoder row sees: M, or M / J if the writer writes J each.
-        writer_reach: number of positions before those of the state that the state writer needs.
-        incomplete: number of rows at the beginning of the encoder's output that the writer cannot use in a pruned call.
+        encoder, decoder: the reach of each layer, as in ``stack_rows``.
+        state_size: number of positions whose entries a decoder row sees: M, or M / J if the writer writes J entries per
+            position.
+        writer_reach: number of earlier positions that the state writer needs to make an entry.
+        incomplete: number of rows at the beginning of a pruned call's encoder output that lack tokens of a convolution.
     """
     decoder_input, *decoded = stack_rows(new, rows, decoder)
     state = min(new, max(state_size + decoded[0] - 1, decoder_input))
@@ -92,9 +93,10 @@ def gsm_schedule(
 
 
 def local_reach(*, encoder_layers: int, decoder_layers: int, window: int, state_size: int, reach: int = 0) -> int:
-    """Return the distance in positions beyond which only a bank reaches, in GSM and in the baseline.
+    """Return the largest distance in positions over which a token can influence another without a bank, in GSM or in
+    the baseline, whichever is larger.
 
-    In GSM, the windows of all encoder layers add up, then the state, and the ``reach`` of convolutions, writer and
-    reader. In the baseline, the windows of all layers add up.
+    In GSM this is the sum of the windows of all encoder layers, the state, and ``reach``, that of convolutions, writer
+    and reader. In the baseline it is the sum of the windows of all layers.
     """
     return max(encoder_layers * (window - 1) + state_size + reach, (encoder_layers + decoder_layers) * (window - 1))

@@ -1,4 +1,4 @@
-"""A stack of blocks, run by a row schedule. Encoders and decoders of all models are stacks."""
+"""A stack of blocks: the encoder or the decoder of any model. A schedule sets how many rows each block computes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from gsm.span import Span
 from gsm_kernels import IndexerLoss
 
 Recompute = bool | Literal["selective"]
-# Saved: matmuls with weights, attention, searches and kernels that contain them, because they are expensive to compute.
-# Recomputed: norms, rotations, activations and the mixing of streams, which are cheap and most of a block's
-# activations. Batched matmuls are recomputed as well: the only one with weights is small, and the reference kernels
-# overwrite the others' outputs.
+# Operations whose outputs selective recomputation saves: matmuls with weights, attention, searches and kernels that
+# contain these are expensive. The others are recomputed: norms, rotations, activations and the mixing of streams are
+# cheap and make up most of a block's activations. Batched matmuls are recomputed too: the only one with weights is
+# small, and the reference kernels overwrite the outputs of the others.
 SAVED = {
     *(f"aten.{name}" for name in ("mm", "addmm", "_grouped_mm", "topk", "sort")),
     *(f"aten._scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
@@ -33,18 +33,21 @@ SAVED = {
     *(f"gsm_kernels.{name}" for name in ("candidate_pool", "indexer_kl", "score_slots")),
     *(f"gsm_kernels.{name}_cpu" for name in ("index_top_k", "candidate_pool")),
 }
-# Saved in a block that is recomputed as a whole: the gradients of an indexer's loss, which come with the loss.
+# Saved even where a whole block is recomputed: an indexer's loss, whose gradients are computed together with it.
 SAVED_ALWAYS = {"gsm_kernels.indexer_kl"}
 
 
 class Stack(nn.Module):
-    """Blocks in order. Layers above a mixer without entries, a recurrence, see the entries of the layer below it.
+    """Blocks in order. A recurrence has no entries; the stack passes the entries of the layer below it on.
 
     Args:
         blocks: the layers.
-        recompute: run every block a second time in the backward pass instead of saving its activations (training
-            only), but not the losses of indexers (``SAVED_ALWAYS``). ``selective``: save the outputs of expensive
-            operations (``SAVED``), and recompute the others.
+        recompute: True: run every block again in the backward pass instead of saving its activations (in training only;
+            the losses of indexers are saved, ``SAVED_ALWAYS``). ``selective``: save the outputs of expensive operations
+            (``SAVED``) and recompute the others.
+
+    Raises:
+        ValueError: if ``recompute`` is none of these.
     """
 
     def __init__(self, blocks: Sequence[Block], *, recompute: Recompute = False):
@@ -53,12 +56,12 @@ class Stack(nn.Module):
             raise ValueError(f"recompute must be true, false or selective, got {recompute!r}")
         self.blocks = nn.ModuleList(blocks)
         self.recompute = recompute
-        # Whether a layer has an indexer, whose loss is kept.
+        # Whether each layer has an indexer, whose loss is saved.
         self.searches = [any(isinstance(part, Indexer) for part in block.modules()) for block in blocks]
-        # For each layer, the number of earlier positions of its input that a row needs; None: all of them. Rows that
-        # the layer below leaves incomplete do not count.
+        # For each layer, the number of earlier positions of its input that a row needs, plus the rows of that input
+        # that are incomplete in a pruned call; None: all positions.
         self.reaches: list[int | None] = []
-        self.incomplete = 0  # rows at the beginning of a pruned call's output that lack tokens before them
+        self.incomplete = 0  # rows at the beginning of a pruned call's output that lack tokens of a convolution
         for block in blocks:
             reach = block.attention.reach
             self.reaches.append(None if reach is None else reach + self.incomplete)
@@ -92,9 +95,9 @@ class Stack(nn.Module):
         Args:
             streams: residual streams of the new positions.
             span: the new positions.
-            rows: rows of each layer; must not grow upwards.
+            rows: number of rows of each layer; no layer may have more than the one below it.
             caches: the cache of each layer.
-            below: entries from outside of the stack that the first layer may attend to.
+            below: entries from outside of the stack that its first layer may attend to, such as GSM's state.
 
         Returns:
             The residual streams of the last layer's rows, and the other outputs of each layer.
@@ -109,7 +112,7 @@ class Stack(nn.Module):
                 options: dict[str, Any] = {}
                 if self.recompute == "selective":
                     options = {"context_fn": partial(create_selective_checkpoint_contexts, SELECTIVE)}
-                elif searches and not torch.compiler.is_compiling():  # it takes no policy here
+                elif searches and not torch.compiler.is_compiling():  # torch.compile takes no policy here
                     options = {"context_fn": partial(create_selective_checkpoint_contexts, LOSSES)}
                 streams, out = checkpoint(block, streams, span, cache, below, use_reentrant=False, **options)
             else:
@@ -122,7 +125,7 @@ class Stack(nn.Module):
 
 
 def _saving(names: Set[str]) -> Callable[..., CheckpointPolicy]:
-    """Return the policy that saves the outputs of these operations, and recomputes the others."""
+    """Return the checkpoint policy that saves the outputs of the named operations and recomputes the others."""
 
     def policy(_: Any, operation: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         save = str(operation.overloadpacket) in names
@@ -137,13 +140,13 @@ SELECTIVE, LOSSES = _saving(SAVED), _saving(SAVED_ALWAYS)
 def block_of(
     geometry: Geometry, *, feed_forward: Callable[[int, int], FeedForward], residual: Callable[[int], Residual]
 ) -> Callable[..., Block]:
-    """Return a function that wraps a mixer into a block of the geometry's widths; it takes ``name`` and the options of
-    ``Block``.
+    """Return a function that builds a ``Block`` of the geometry's widths around a mixer; it takes the mixer, ``name``
+    and the other options of ``Block``.
 
     Args:
-        geometry: defines model width and hidden width.
-        feed_forward: called with both widths for every block.
-        residual: called with the model width for every site.
+        geometry: gives the model width and the hidden width.
+        feed_forward: makes the feed-forward of a block; called with the model width and the hidden width.
+        residual: makes a residual connection; called with the model width, for the mixer and for the feed-forward.
     """
 
     def make_feed_forward(dim: int) -> FeedForward:
@@ -158,11 +161,18 @@ def caches_of(outputs: Sequence[LayerOutput]) -> tuple[Any, ...]:
 
 
 def losses_of_indexers(outputs: Sequence[LayerOutput], name: str, first: int = 1) -> list[tuple[str, IndexerLoss]]:
-    """Return, in training, loss and recall of each layer's indexer, by layer: ``encoder3``."""
+    """Return the loss and recall of each layer's indexer with the layer's name, such as ``encoder3``; empty outside of
+    training.
+
+    Args:
+        outputs: the outputs of the layers.
+        name: ``encoder`` or ``decoder``.
+        first: number of the first layer.
+    """
     numbered = enumerate(outputs, first)
     return [(f"{name}{layer}", out.indexer_loss) for layer, out in numbered if out.indexer_loss is not None]
 
 
 def balances_of(*outputs: LayerOutput) -> list[Balance]:
-    """Return, in training, the expert loads of every layer with experts."""
+    """Return the expert loads of every layer with experts; empty outside of training."""
     return [out.balance for out in outputs if out.balance is not None]

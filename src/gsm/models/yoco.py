@@ -5,14 +5,14 @@
     self-decoder layer 1 .. L_E      each: a mixer with a memory of fixed size
       |---- norm, projection ----> keys and values of every token, made once
       v                                |   |   |
-    cross-decoder layer 1 .. L_D     each: queries on these, nothing stored
+    cross-decoder layer 1 .. L_D     each: queries on these keys and values, no cache
       |
     norm -> head
 
-As in GSM, all layers of the second half read one memory, and prefill runs that half for the last row only. But the
-memory holds every token of the history, and nothing selects or gathers. The self-decoder takes the place of GSM's
-encoder, and has its name in memories and taps. Its mixer is a choice: the paper has sliding windows and gated
-retention; here a gated DeltaNet replaces the latter (``configs/model/yoco_gated_delta_net.yaml``).
+As in GSM, all layers of the second half read one memory, and prefill runs that half for the last row only. Unlike
+GSM's state, this memory holds every token of the history, and attention to it is dense. The self-decoder corresponds
+to GSM's encoder and is called ``encoder`` in memories and taps. Its mixer can be chosen: the paper has sliding windows
+and gated retention; here a gated DeltaNet replaces the latter (``configs/model/yoco_gated_delta_net.yaml``).
 """
 
 from __future__ import annotations
@@ -45,14 +45,16 @@ class YOCO(ParameterMatched):
     """You Only Cache Once.
 
     Args:
-        geometry: widths and depths; encoder layers are the self-decoder's, decoder layers the cross-decoder's.
-        self_decoder: makes the mixers of the self-decoder; called with ``shape, geometry=..., name=...``.
-        window: tokens that a row of the self-decoder sees, for mixers with windows; None: the mixer's default.
+        geometry: widths and depths; ``encoder_layers`` is the depth of the self-decoder, ``decoder_layers`` that of the
+            cross-decoder.
+        self_decoder: makes the mixer of each self-decoder layer; called with ``shape, geometry=..., name=...``.
+        window: number of tokens in the window of a self-decoder layer, for mixers with a window; None: the mixer's
+            default.
         key_value_heads: key and value heads of the cache; None: the default of ``KeyValue``.
-        query_rank: rank of the queries; None: matches the baseline's number of parameters.
+        query_rank: rank of the low-rank query projection; None: chosen to match the baseline's number of parameters.
         heads: query heads; None: the geometry's, or fewer if matching requires it.
-        residual: called with the width for every site.
-        feed_forward: called with width and hidden width for every block.
+        residual: makes a residual connection; called with the model width, for each mixer and each feed-forward.
+        feed_forward: makes the feed-forward of a block; called with the model width and the hidden width.
         recompute: recompute all or some activations of every block in the backward pass, see ``Stack``.
     """
 
@@ -90,7 +92,8 @@ class YOCO(ParameterMatched):
         )
 
     def schedule(self, new: int, rows: int) -> Schedule:
-        """Return the rows of each layer: all positions for the cached keys and values, requested rows above them."""
+        """Return the rows of each layer: all positions in the self-decoder, as its output makes the cache; the
+        requested rows in the cross-decoder."""
         depths = self.geometry
         wanted = max(0, rows)
         return Schedule([new] * depths.encoder_layers, [wanted] * depths.decoder_layers, decoder_input=wanted)
@@ -118,6 +121,6 @@ class YOCO(ParameterMatched):
         return [*self.encoder.layer_costs("encoder"), cache, *decoder]
 
     def empty_memory(self, batch: int) -> dict[str, Any]:
-        """Return the empty caches of the self-decoder's mixers, and of the whole cross-decoder."""
+        """Return the empty caches of the self-decoder's mixers, and the one cache of the cross-decoder."""
         cache = DenseCache.empty("decoder_cache", self.key_value.entry(batch))
         return {"encoder": self.encoder.start(batch, "encoder"), "decoder": (cache,)}

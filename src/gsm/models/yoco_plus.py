@@ -1,17 +1,17 @@
-"""YOCO++ (Wu et al., 2026): half of the layers read one layer's cache; the other caches contain part of the first one.
+"""YOCO++ (Wu et al., 2026): YOCO with dense attention in the first half, whose caches are mixed with the first one.
 
     tokens
       |  embedding
-    layer 1 ----- keys, values ---+-----------+-- ... --.       dense attention, each with a cache of its own, which
-      v                           v           v         v       from layer 2 on is a mixture with the first one's
+    layer 1 ----- keys, values ---+-----------+-- ... --.       dense attention; each layer has a cache, and from
+      v                           v           v         v       layer 2 on it is mixed with that of layer 1
     layer 2 .. L_E - 1     layer 2's   layer 3's   layer L_E's
       |                                                 |
-    cross-decoder layer 1 .. L_D    <-------------------'       queries on the last of these caches, nothing stored
+    cross-decoder layer 1 .. L_D    <-------------------'       queries on the last of these caches, no other cache
       |
     norm -> head
 
-The first half follows the paper's code: it has dense attention, where YOCO's (``gsm.models.yoco``) has windows or a
-recurrence. The second half has no key and value projection, so the cache is half of a Transformer's.
+The first half follows the paper's code: it has dense attention, where YOCO (``gsm.models.yoco``) has windows or a
+recurrence. The second half has no key and value projections, so the cache is half as large as a Transformer's.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ class YOCOPlus(ParameterMatched):
     """YOCO with residual connections between keys and values.
 
     Args:
-        geometry: widths and depths; encoder layers are the first half, decoder layers the cross-decoder's.
+        geometry: widths and depths; ``encoder_layers`` is the depth of the first half, ``decoder_layers`` that of the
+            cross-decoder.
         key_value_heads: key and value heads of the caches; None: the default of ``KeyValue``.
-        scale: see ``ResidualAttention``.
-        query_rank: rank of the queries; None: matches the baseline's number of parameters.
+        scale: weight of the first layer's keys and values in the other caches, see ``ResidualAttention``.
+        query_rank: rank of the low-rank query projection; None: chosen to match the baseline's number of parameters.
         heads: query heads; None: the geometry's, or fewer if matching requires it.
-        residual: called with the width for every site.
-        feed_forward: called with width and hidden width for every block.
+        residual: makes a residual connection; called with the model width, for each mixer and each feed-forward.
+        feed_forward: makes the feed-forward of a block; called with the model width and the hidden width.
         recompute: recompute all or some activations of every block in the backward pass, see ``Stack``.
     """
 
@@ -78,8 +79,8 @@ class YOCOPlus(ParameterMatched):
         )
 
     def schedule(self, new: int, rows: int) -> Schedule:
-        """Return the rows of each layer: the last layer of the first half caches every position, but computes outputs
-        for the requested rows only."""
+        """Return the rows of each layer. The last layer of the first half caches every position and, like the
+        cross-decoder, computes outputs for the requested rows only."""
         depths, wanted = self.geometry, max(0, rows)
         encoder = [new] * (depths.encoder_layers - 1) + [wanted]
         return Schedule(encoder, [wanted] * depths.decoder_layers, decoder_input=wanted)

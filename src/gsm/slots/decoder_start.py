@@ -1,6 +1,7 @@
-"""The initial residual streams of the decoder: the slot ``model/decoder_start`` (paper, section 3.3).
+"""The initial residual streams of the decoder: the config group ``model/decoder_start`` (paper, section 3.3).
 
-The paper initialises the decoder's representation with z, and does not specify the use of the encoder's streams.
+The paper initialises the decoder with z, the sum of the encoder's output and the retrieved history. It does not specify
+whether the decoder also gets the encoder's residual streams.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ class DecoderStart(ABC):
         """Return the streams that enter the decoder's first layer.
 
         Args:
-            encoded: the streams after the encoder's last layer, and their read-out e, for the R positions that enter
-                the decoder.
-            z_BRD: output of the writer's ``fuse`` for these positions.
+            encoded: the streams after the last encoder layer and their read-out e, for the R positions that enter the
+                decoder.
+            z_BRD: the state writer's z for these positions.
         """
 
 
 class State(DecoderStart):
-    """z, copied to all streams; the decoder gets nothing else."""
+    """The paper: every stream starts as a copy of z."""
 
     def __call__(self, encoded: Streams, z_BRD: Tensor) -> Streams:
-        """Return equal copies of z; the decoder's first site reads the first copy."""
+        """Return equal copies of z. The first decoder layer reads the first copy."""
         return Streams.copies(z_BRD, encoded.value_BTXD.shape[2])
 
 
 class EncoderStreams(DecoderStart):
-    """The encoder's streams; retrieved history reaches the decoder only through the state."""
+    """The encoder's streams go on in the decoder, which then gets the retrieved history only from the state."""
 
     def __call__(self, encoded: Streams, z_BRD: Tensor) -> Streams:
-        """Return the streams unchanged; the decoder's first site reads them as in one stack."""
+        """Return the encoder's streams unchanged."""
         return encoded

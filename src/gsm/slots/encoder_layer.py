@@ -1,7 +1,8 @@
-"""The sequence mixer of each encoder layer: the slot ``model/encoder_layer``.
+"""The sequence mixer of each encoder layer: the config group ``model/encoder_layer``.
 
-A Full layer builds the bank of its group. Layers below the first bank (``window``) and the other layers of a group
-(``reuse``) may be other mixers. Stages and layers above a mixer without entries see the entries of the layer below it.
+A ``full`` layer is sparse attention, because it builds the bank of its group. The layers below the first bank
+(``window``) and the other layers of a group (``reuse``) can be other mixers. A stage or a layer above a mixer without
+entries, such as a recurrence, sees the entries of the layer below that mixer.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ class EncoderLayer(ABC):
     """Base of all variants.
 
     Args:
-        feed_forward_convolution: tokens that a short convolution before each feed-forward of the encoder sees; 1: no
+        feed_forward_convolution: width in tokens of a short convolution before each feed-forward of the encoder; 1: no
             convolution.
 
     Raises:
-        ValueError: below 1, or above 1,024.
+        ValueError: if ``feed_forward_convolution`` is not in [1, 1024].
     """
 
     def __init__(self, feed_forward_convolution: int = 1):
@@ -42,16 +43,16 @@ class EncoderLayer(ABC):
         """Build the mixer of one encoder layer.
 
         Args:
-            shape: shared widths.
+            shape: widths that all attention layers share.
             role: ``window``, ``full`` or ``reuse``, as in ``SparseAttention``. The mixer of a ``full`` layer returns an
                 ``Attended`` with a bank.
-            geometry: the model's geometry, for mixers of the slot ``model/mixer``.
+            geometry: the model's geometry, for mixers of ``model/mixer``.
             common: ``name`` and the other arguments of ``SparseAttention``.
         """
 
 
 class Attention(EncoderLayer):
-    """Sparse attention in every layer: the paper's (section 3.1)."""
+    """The paper: sparse attention in every layer (section 3.1)."""
 
     def layer(self, shape: Shape, role: Role, *, geometry: MixerGeometry, **common: Any) -> Mixer:
         """Build the attention."""
@@ -62,18 +63,18 @@ ATTENTION = Attention()
 
 
 class Recurrent(EncoderLayer):
-    """Recurrences, or any other mixers, in the layers of some roles; sparse attention in the others.
+    """A recurrence, or any other mixer, in the layers of some roles; sparse attention in the others.
 
     Args:
-        mixer: called with ``shape, geometry=..., name=...``.
+        mixer: builds the mixer; called with ``shape, geometry=..., name=...``.
         roles: roles of the layers that get the mixer: ``window``, ``reuse`` or both. Full layers keep their attention,
             which builds a bank.
-        heads: heads of these mixers; None: the divisor of the size's that brings the number of their parameters
-            nearest to that of the attention that they replace.
-        feed_forward_convolution: of all layers, as in ``EncoderLayer``.
+        heads: number of heads of the mixer; None: the divisor of the size's number of heads with which it has most
+            nearly as many parameters as the attention that it replaces.
+        feed_forward_convolution: as in ``EncoderLayer``, for all layers.
 
     Raises:
-        ValueError: heads is below 1, or roles is empty or has another role.
+        ValueError: if ``heads`` is below 1, or ``roles`` is empty or has another role.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Recurrent(EncoderLayer):
         self.mixer, self.roles, self.heads = mixer, roles, heads
 
     def layer(self, shape: Shape, role: Role, *, geometry: MixerGeometry, **common: Any) -> Mixer:
-        """Build the mixer, or the attention of a layer of another role."""
+        """Build the mixer, or attention for a layer of another role."""
         attention = partial(SparseAttention, shape, role, **common)
         if role not in self.roles:
             return attention()
@@ -99,9 +100,15 @@ class Recurrent(EncoderLayer):
 
 
 def fitting_heads(mixer: Callable[[Shape], Any], shape: Shape, target: Callable[[], Any]) -> int:
-    """Return the divisor of the shape's heads with which a mixer's parameters are nearest to the target's.
+    """Return the number of heads with which a mixer has most nearly as many parameters as the target.
 
-    Divisors that the mixer refuses are left out. If all are equally near, the shape's heads stay.
+    The divisors of the shape's number of heads are tried, except those for which the mixer raises ValueError. Of
+    equally near ones, the largest is returned; if none is possible, the shape's number.
+
+    Args:
+        mixer: builds the mixer for a shape.
+        shape: widths and the largest number of heads.
+        target: builds the module to match.
     """
     differences = {}
     with torch.device("meta"):

@@ -1,7 +1,7 @@
-"""The input h of a stage: the slot ``model/stage_input`` (paper, section 3.1, before equation 7).
+"""The input h_s of a stage: the config group ``model/stage_input`` (paper, section 3.1, before equation 7).
 
-In the paper, h is a mixture of the residual streams of the stage's layer. It does not specify whether these are the
-streams before or after the layer.
+In the paper, h_s is a mixture of the residual streams of the stage's encoder layer. It does not specify whether these
+are the streams before or after the layer.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from gsm.layers.block import LayerOutput
 
 
 class StageInput(ABC):
-    """Base of all variants: h is an input or output of the stage's encoder layer."""
+    """Base of all variants."""
 
     @abstractmethod
     def __call__(self, layer: LayerOutput) -> Tensor:
-        """Return h_s, [B, T or R, D], for at least the rows of the layer's output.
+        """Return h_s for all T positions or for the R rows of the layer's output, [B, T or R, D].
 
         Args:
-            layer: output of the stage's encoder layer, without its streams.
+            layer: output of the stage's encoder layer.
         """
 
 
 class BeforeLayer(StageInput):
-    """The input of the layer's attention, before its norm. The layer's own query is computed from the same input."""
+    """The input of the encoder layer's attention, before the norm. The layer's query is made from the same input."""
 
     def __call__(self, layer: LayerOutput) -> Tensor:
         """Return the layer's input."""
@@ -35,8 +35,8 @@ class BeforeLayer(StageInput):
 
 
 class AfterLayer(StageInput):
-    """The read-out of the streams after attention and feed-forward of the layer; after the last layer, the encoder's
-    output e."""
+    """The read-out of the streams after the attention and the feed-forward of the encoder layer; for the last layer,
+    this is the encoder's output e."""
 
     def __call__(self, layer: LayerOutput) -> Tensor:
         """Return the layer's output."""

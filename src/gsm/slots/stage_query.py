@@ -1,4 +1,4 @@
-"""The query input of an aggregation stage: the slot ``model/stage_query`` (paper, section 3.1, equation 7)."""
+"""The query input u_s of an aggregation stage: the config group ``model/stage_query`` (paper, equation 7)."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from torch import Tensor
 
 
 class StageQuery(ABC):
-    """Base of all variants. The query input has the model's width, unless ``width`` is overridden."""
+    """Base of all variants. u_s has the model's width D, unless ``width`` is overridden."""
 
     def width(self, dim: int, stage: int) -> int:
-        """Return the width of the input of stage number ``stage``, from 1, in a model of width ``dim``."""
+        """Return the width of u_s for the stage with number ``stage``, counted from 1, in a model of width ``dim``."""
         return dim
 
     @abstractmethod
     def __call__(self, h_BRD: Tensor, retrieved_BRD: Tensor | None) -> Tensor:
-        """Return the input u_s, [B, R, U].
+        """Return u_s, [B, R, U].
 
         Args:
-            h_BRD: the stage's h (h_s).
-            retrieved_BRD: sum of the increments of the previous stages (r_{s-1}); None in the first stage.
+            h_BRD: h_s.
+            retrieved_BRD: r_{s-1}, the sum of the increments of the previous stages; None in the first stage.
         """
 
 
 class Accumulated(StageQuery):
-    """The paper: h_s and the retrieval so far, [h_s ; r_{s-1}]; in the first stage h_1."""
+    """The paper: u_s = [h_s ; r_{s-1}], with u_1 = h_1."""
 
     def width(self, dim: int, stage: int) -> int:
-        """Return the model's width for the first stage, and twice that for the others."""
+        """Return D for the first stage, and 2 D for the others."""
         return dim if stage == 1 else 2 * dim
 
     def __call__(self, h_BRD: Tensor, retrieved_BRD: Tensor | None) -> Tensor:
@@ -38,7 +38,7 @@ class Accumulated(StageQuery):
 
 
 class Current(StageQuery):
-    """A control: h_s only, so that no stage knows the results of the previous stages."""
+    """A control: u_s = h_s, so that a stage does not see the results of the previous stages."""
 
     def __call__(self, h_BRD: Tensor, retrieved_BRD: Tensor | None) -> Tensor:
         """Return h_s."""
@@ -46,7 +46,7 @@ class Current(StageQuery):
 
 
 class Sum(StageQuery):
-    """h_s + r_{s-1}: both with the same weights, in half the width."""
+    """u_s = h_s + r_{s-1}, in half the width of ``Accumulated``."""
 
     def __call__(self, h_BRD: Tensor, retrieved_BRD: Tensor | None) -> Tensor:
         """Return h_s + r_{s-1}."""

@@ -1,4 +1,4 @@
-"""The selection of bank entries for an aggregation stage: the slot ``model/retriever``."""
+"""The selection of bank entries for an aggregation stage: the config group ``model/retriever``."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from gsm.layers.search import Selection
 
 
 class Retriever(nn.Module, ABC):
-    """Base of all retrievers; called by a stage once per forward.
+    """Base of all retrievers. A stage calls its retriever once per forward.
 
-    A retriever that searches must call its indexer ``self.indexer``: an optimiser recognises indexers by that name.
+    A retriever with an indexer must store it as ``self.indexer``: parameters of indexers are recognised by that name.
 
     Args:
-        dim_in: width of the stage's query input.
-        shape: shared widths.
-        top_k: entries to select (K).
-        stage: number of its stage, from 1.
+        dim_in: width of the stage's query input (U).
+        shape: widths that all attention layers share.
+        top_k: number of entries to select (K).
+        stage: number of its stage, counted from 1.
     """
 
-    # Whether this retriever uses the encoder layer's selection, so that the layer must have one.
+    # Whether this retriever uses the selection of the encoder layer, which must then have one.
     follows_encoder = False
 
     def __init__(self, dim_in: int, shape: Shape, *, top_k: int, stage: int):
@@ -35,9 +35,8 @@ class Retriever(nn.Module, ABC):
         self.top_k = top_k
 
     def work(self, bank: AttentionCost) -> LayerCost:
-        """Return the cost of reading K bank entries for each row, or the encoder layer's entries.
-
-        A retriever that searches adds the cost of its search.
+        """Return the cost of attention to the selected entries, at most K per row. A retriever with an indexer adds the
+        cost of its search.
 
         Args:
             bank: cost of the encoder layer's attention to its bank.
@@ -46,10 +45,8 @@ class Retriever(nn.Module, ABC):
         return LayerCost(looks=(read,), bank=read)
 
     def start(self, batch: int, ratio: int) -> Any:
-        """Return an empty cache for ``batch`` sequences, over a bank with a slot for every ``ratio`` tokens.
-
-        None if this retriever has no cache.
-        """
+        """Return an empty cache for ``batch`` sequences and a bank with a slot for every ``ratio`` tokens; None if the
+        retriever has no cache."""
         return None
 
     @abstractmethod
@@ -61,7 +58,7 @@ class Retriever(nn.Module, ABC):
         Args:
             x_BRU: normed input of the stage's query.
             attended: window and bank of the encoder layer, for the same rows.
-            position_BR: int64, document-local positions of the rows, -1 for padding.
+            position_BR: int64, positions of the rows in their documents, -1 for padding.
             angles: rotation of the rows.
             cache: the cache of this retriever.
 

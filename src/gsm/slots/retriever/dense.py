@@ -17,21 +17,21 @@ from gsm.slots.retriever.base import Retriever
 
 
 class Dense(Retriever):
-    """Select every visible entry.
+    """Select all entries that a row sees.
 
-    The selection is as long as the bank, so a call needs memory and time for rows x slots. Use it for training
-    sequences of ordinary length and for prefill in chunks, but not for training on very long sequences.
+    Memory and time of a call grow with rows x slots. Use this for training sequences of ordinary length and for prefill
+    in chunks, but not for training on very long sequences.
     """
 
     def work(self, bank: AttentionCost) -> LayerCost:
-        """Return the cost of reading all entries for each row."""
+        """Return the cost of attention to all entries."""
         read = replace(bank, limit=sys.maxsize)
         return LayerCost(looks=(read,), bank=read)
 
     def forward(
         self, x_BRU: Tensor, attended: Attended, position_BR: Tensor, angles: Angles, cache: Any
     ) -> tuple[Selection, Any]:
-        """Select all visible slots, ascending; without a bank, none."""
+        """Select all visible slots in ascending order; none without a bank."""
         bank = attended.bank
         if bank is None:
             return Selection(None), cache

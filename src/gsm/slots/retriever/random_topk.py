@@ -1,4 +1,4 @@
-"""A control: the same number of entries as the paper's retriever, drawn at random."""
+"""A control: as many entries as the paper's retriever selects, drawn at random."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from gsm.layers.search import Selection
 from gsm.slots.retriever.base import Retriever
 from gsm_kernels.device import scratch_elements
 
-NO_ENTRY = (1 << 31) - 1  # larger than every ordinal of a bank: no entry
-NEVER = (1 << 63) - 1  # larger than every hash, with NO_ENTRY in its low bits
+NO_ENTRY = (1 << 31) - 1  # stands for no entry; larger than the number of any entry
+NEVER = (1 << 63) - 1  # larger than any hash, with NO_ENTRY in its low bits
 
 
 class RandomTopK(Retriever):
     """Draw K visible slots for every row, without replacement.
 
-    The draw is a function of the seed, the stage, the row's position in its document and the entry's number in its
-    document. So it is the same in training, prefill, decoding and packed documents, and later tokens do not change it.
+    The draw depends only on the seed, the stage, the row's position in its document and the entry's number in its
+    document. So it is the same in training, prefill, decoding and packed documents, whatever tokens follow.
 
     Args:
         dim_in, shape: unused.
-        top_k: entries to draw (K).
+        top_k: number of entries to draw (K).
         stage: number of its stage; stages draw independently.
-        seed: seed of the draws.
+        seed: random seed.
     """
 
     def __init__(self, dim_in: int, shape: Shape, *, top_k: int, stage: int, seed: int):
@@ -41,7 +41,7 @@ class RandomTopK(Retriever):
     def forward(
         self, x_BRU: Tensor, attended: Attended, position_BR: Tensor, angles: Angles, cache: Any
     ) -> tuple[Selection, Any]:
-        """Select the drawn slots, ascending, -1 where fewer than K are visible; without a bank, none."""
+        """Select the drawn slots in ascending order, then -1 where fewer than K are visible; none without a bank."""
         bank = attended.bank
         if bank is None:
             return Selection(None), cache
@@ -55,10 +55,18 @@ class RandomTopK(Retriever):
 
 
 def draw(row_BR: Tensor, count_BR: Tensor, slots: int, top_k: int) -> Tensor:
-    """Draw K of the first ``count_BR`` of ``slots`` ordinals; return them ascending, padded with ``NO_ENTRY``.
+    """Draw up to K entries for each row.
 
-    ``row_BR`` are hashes of the rows. The ordinals with the K lowest hashes are drawn. Each hash has its ordinal in the
-    low bits, so no two are equal.
+    The K entries with the lowest hashes are drawn. The low bits of a hash are the entry's number, so no two are equal.
+
+    Args:
+        row_BR: hashes of the rows.
+        count_BR: number of entries that each row sees.
+        slots: number of slots of the bank.
+        top_k: number of entries to draw (K).
+
+    Returns:
+        The numbers of the entries in ascending order, then ``NO_ENTRY``, [B, R, K].
     """
     ordinal_F = torch.arange(slots, device=row_BR.device)
     hash_BRF = mixed(row_BR[..., None] ^ mixed(ordinal_F))

@@ -1,4 +1,4 @@
-"""The paper's ablation: every stage has an indexer of its own over the same bank (section 4.4.1)."""
+"""The paper's ablation: every stage has its own indexer over the same bank (section 4.4.1)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from gsm.slots.retriever.base import Retriever
 
 
 class SeparateIndexer(Retriever):
-    """Search with its own index queries, weights and keys; the keys come from the bank's latents before rotation.
+    """Search with the stage's own index queries, weights and keys. The keys are computed from the bank's entries before
+    their rotation.
 
     Args:
-        dim_in: width of the stage's query input.
-        shape: shared widths.
-        top_k: entries to select (K).
-        stage: number of its stage (unused).
+        dim_in: width of the stage's query input (U).
+        shape: widths that all attention layers share.
+        top_k: number of entries to select (K).
+        stage: unused.
     """
 
     def __init__(self, dim_in: int, shape: Shape, *, top_k: int, stage: int):
@@ -28,7 +29,7 @@ class SeparateIndexer(Retriever):
         self.indexer = Indexer(dim_in, dim_in, shape, owns_keys=True)
 
     def work(self, bank: AttentionCost) -> LayerCost:
-        """Return the cost of K entries for each row, of a search of all entries, and of its own index keys."""
+        """Return the cost of attention to K entries, of the search, and of making and storing index keys."""
         keys = Store("index_keys", self.indexer.width, ratio=bank.ratio)
         return super().work(bank) + self.indexer.work(bank.ratio) + LayerCost(stores=(keys,))
 
@@ -40,7 +41,7 @@ class SeparateIndexer(Retriever):
     def forward(
         self, x_BRU: Tensor, attended: Attended, position_BR: Tensor, angles: Angles, cache: ColumnStore
     ) -> tuple[Selection, ColumnStore]:
-        """Select the K best visible slots by this indexer's own scores; without a bank, none."""
+        """Select the K visible slots with the highest scores; none without a bank."""
         bank = attended.bank
         if bank is None:
             return Selection(None), cache

@@ -1,4 +1,4 @@
-"""The paper's retriever: a stage reads the encoder layer's selection (section 3.1)."""
+"""The paper's retriever: a stage reads the entries that its encoder layer has selected (section 3.1)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from gsm.slots.retriever.base import Retriever
 
 
 class SharedTopK(Retriever):
-    """Reuse the Top-K of the encoder layer. It has no parameters and ignores the widths."""
+    """Reuse the Top-K of the encoder layer. There are no parameters; widths and ``top_k`` are unused."""
 
     follows_encoder = True
 
     def forward(
         self, x_BRU: Tensor, attended: Attended, position_BR: Tensor, angles: Angles, cache: Any
     ) -> tuple[Selection, Any]:
-        """Return the layer's own selection."""
+        """Return the encoder layer's selection."""
         return Selection.by_layer(attended), cache

@@ -1,4 +1,4 @@
-"""A control: the stages read nothing beyond the windows."""
+"""A control: the stages read only the windows."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from gsm.slots.retriever.base import Retriever
 
 
 class WindowOnly(Retriever):
-    """Select nothing: a stage reads only the window of its layer."""
+    """Select no entries, so that a stage reads only the window of its encoder layer."""
 
     def work(self, bank: AttentionCost) -> LayerCost:
-        """Return the cost of no entries."""
+        """Return a cost of zero."""
         read = replace(bank, limit=0)
         return LayerCost(looks=(read,), bank=read)
 

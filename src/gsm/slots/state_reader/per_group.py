@@ -1,4 +1,4 @@
-"""A state for each group of decoder layers, because lower and upper layers may need different information of the
+"""A state for each group of decoder layers, because lower and upper layers may need different information about the
 past."""
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from gsm.slots.state_reader.base import StateAttention, StateReader
 
 
 class PerGroup(StateReader):
-    """G states, written by separate projections of the same z. Each of G groups of consecutive layers reads a state.
-    With ``model.state_size`` divided by G, they take the bytes of a single state.
+    """G states, written by separate projections of the same z; each of G groups of consecutive decoder layers reads
+    one. With ``model.state_size`` divided by G, they take as many bytes as a single state.
 
     Args:
-        groups: G.
+        groups: number of groups (G).
 
     Raises:
-        ValueError: for fewer groups than 1, or more than decoder layers.
+        ValueError: if ``groups`` is below 1 or above the number of decoder layers.
     """
 
     def __init__(self, groups: int):
@@ -30,6 +30,8 @@ class PerGroup(StateReader):
     def layer(self, shape: Shape, *, layer: int, layers: int, **common: Any) -> StateAttention:
         """Build the attention to the state of the layer's group."""
         if self.groups > layers:
-            raise ValueError(f"state_reader.groups must be at most {layers}, the decoder layers, got {self.groups}")
+            raise ValueError(
+                f"state_reader.groups must be at most {layers}, the number of decoder layers, got {self.groups}"
+            )
         part = self.parts[(layer - 1) * self.groups // layers].name
         return StateAttention(shape, part=part, **common)

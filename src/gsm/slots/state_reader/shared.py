@@ -9,7 +9,7 @@ from gsm.slots.state_reader.base import StateAttention, StateReader
 
 
 class Shared(StateReader):
-    """One state for all layers; each entry is key and value at once."""
+    """One state for all decoder layers; each entry is both key and value."""
 
     def layer(self, shape: Shape, *, layer: int, layers: int, **common: Any) -> StateAttention:
         """Build the attention to the last M entries."""

@@ -1,4 +1,4 @@
-"""The shared state and, for each decoder layer, a small window of its own entries of the last positions."""
+"""The shared state and, in each decoder layer, a small window of entries that the layer makes of the last positions."""
 
 from __future__ import annotations
 
@@ -19,34 +19,36 @@ from gsm.span import Span
 
 
 class StateAndWindow(StateReader):
-    """The paper's state, and in the same softmax the last W_d entries that the layer has written itself.
+    """The paper's state, and in the same softmax the last W_d entries that the decoder layer has written.
 
-    Each layer then stores W_d entries, so the decoder does have a cache. For equal bytes, make the state smaller by the
-    number of these entries.
+    Each decoder layer then has a cache of W_d entries. For equal bytes, make the state smaller by the number of these
+    entries.
 
     Args:
-        window: entries of a layer's own window that a row sees (W_d), including its own entry.
+        window: number of entries of the layer's window that a row sees, including its own (W_d).
 
     Raises:
-        ValueError: for a window below 1.
+        ValueError: if ``window`` is below 1.
     """
 
     def __init__(self, window: int):
         if window < 1:
-            raise ValueError(f"state_reader.window must be at least 1, got {window}; state_reader=shared has no window")
+            raise ValueError(
+                f"state_reader.window must be at least 1, got {window}; use state_reader=shared for no window"
+            )
         self.window = window
 
     def layer(self, shape: Shape, *, layer: int, layers: int, **common: Any) -> StateAttention:
-        """Build the attention to the state and to the layer's own window."""
+        """Build the attention to the state and to the layer's window."""
         return WindowedStateAttention(shape, window=self.window, **common)
 
 
 class WindowedStateAttention(StateAttention):
-    """Attention to the state and to a window of the layer's own entries.
+    """Attention to the state and to a window of entries that the layer makes.
 
     Args:
         shape, common: as in ``StateAttention``.
-        window: entries of the layer's window that a row sees (W_d).
+        window: number of entries of the layer's window that a row sees, including its own (W_d).
     """
 
     def __init__(self, shape: Shape, *, window: int, **common: Any):
@@ -55,7 +57,7 @@ class WindowedStateAttention(StateAttention):
         self.window = Entry(shape)
 
     def start(self, batch: int, kind: str) -> Window:
-        """Return a window without entries; ``kind`` labels its bytes (``decoder_window``)."""
+        """Return an empty window; ``kind`` labels its bytes (``decoder_window``)."""
         like = self.window.projection.weight
         return Window.empty(f"{kind}_window", self.own_size, like.new_empty(batch, like.shape[0]))
 
@@ -75,7 +77,7 @@ class WindowedStateAttention(StateAttention):
         return self.project(mixed_BRHC), LayerOutput(cache, below)
 
     def work(self, kind: str, below: LayerCost | None) -> LayerCost:
-        """Return the cost of the state and of the layer's own window."""
+        """Return the cost of attention to the state and to the layer's window."""
         near = self.look_cost(self.own_size, nearest=True)
         store = Store(f"{kind}_window", near.width, self.own_size)
         per_token = {"entries": products(self.window)}

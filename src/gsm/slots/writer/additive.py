@@ -1,4 +1,4 @@
-"""The paper's writer: the encoder's output plus the stages' increments (equation 11)."""
+"""The paper's writer: the sum of the encoder's output and the stages' increments (equation 11)."""
 
 from __future__ import annotations
 

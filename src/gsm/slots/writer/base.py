@@ -1,10 +1,10 @@
-"""How retrieved history and the encoder's output become entries of the shared state: the slot ``model/writer``
-(section 3.2).
+"""How the encoder's output and the retrieved history become entries of the shared state: the config group
+``model/writer`` (paper, section 3.2).
 
-e, increments --fuse--> z --norm, projection, norm, rotation--> state entry
+    e, increments --fuse--> z --norm, projection, norm, rotation--> state entry
 
-The slot ``model/state_reader`` decides which entries exist: one per position for the paper's reader, keys and values,
-or a state for each group of layers (``StatePart``). A writer makes all of them from the same z.
+The state reader decides which parts the state has (``StatePart``): one entry per position for the paper's reader, or
+keys and values, or a state for each group of layers. A writer makes all parts from the same z.
 """
 
 from __future__ import annotations
@@ -29,24 +29,26 @@ from gsm.span import Span
 class StateWriter(nn.Module, ABC):
     """Base of all writers.
 
-    A variant that writes one entry per position, from that position only, overrides ``fuse`` and nothing else. Any
-    other variant overrides ``write`` as well. If it stores more than the last M entries, it overrides ``start_part``
-    and ``stored``. If it computes more than products with its own matrices, it overrides ``multiply_adds`` and
-    ``reads``.
+    A subclass that writes one entry per position, from that position only, overrides only ``fuse``. Others also
+    override
+
+    - ``write``, if an entry depends on other positions or a position gets several entries;
+    - ``start_part`` and ``stored``, if more than the last M entries are stored;
+    - ``multiply_adds`` and ``reads``, if more is computed than products with the writer's matrices.
 
     Args:
-        shape: shared widths.
-        state_size: entries of each part that a decoder row sees (M).
-        rope: rotation of the entries, equal to that of the decoder's queries.
-        parts: parts of the state that the reader needs.
+        shape: widths that all attention layers share.
+        state_size: number of entries of each part that a decoder row sees (M).
+        rope: rotary embedding of the entries, equal to that of the decoder's queries.
+        parts: the parts of the state that the reader needs.
         stages: number of aggregation stages, the length of ``increments``.
     """
 
     # Number of entries that this writer writes per position (J), adjacent in the state; it divides M.
     slots = 1
-    # Number of positions that this writer needs before the first position with an entry.
+    # Number of earlier positions that this writer needs to make an entry.
     reach = 0
-    # Whether this writer is useless in a model without stages.
+    # Whether this writer needs a model with stages.
     needs_stages = False
 
     def __init__(
@@ -66,11 +68,11 @@ class StateWriter(nn.Module, ABC):
 
     @property
     def positions(self) -> int:
-        """Number of positions with entries that a decoder row sees, M / J."""
+        """Number of positions whose entries a decoder row sees, M / J."""
         return self.state_size // self.slots
 
     def start(self, batch: int) -> tuple[Any, ...]:
-        """Return an empty state, part by part."""
+        """Return the empty cache of each part."""
         return tuple(self.start_part(batch) for _ in self.parts)
 
     def start_part(self, batch: int) -> Any:
@@ -83,23 +85,23 @@ class StateWriter(nn.Module, ABC):
         return Window.empty("shared_state", size, like.new_empty(batch, self.width))
 
     def stored(self, tokens: int) -> int:
-        """Return the number of elements that one part holds for one sequence after ``tokens`` tokens."""
+        """Return the number of elements that one part stores for one sequence after ``tokens`` tokens."""
         return min(self.slots * tokens, self.state_size) * self.width
 
     def multiply_adds(self, first: int, last: int) -> dict[str, int]:
-        """Return the multiply-adds of writing one part's entries of positions [first, last), by kind.
+        """Return, by kind, the multiply-adds to write the entries of one part at positions [first, last).
 
-        Products with this writer's matrices are not included: the cost model counts each once per input position.
+        Products with this writer's matrices are left out, because the cost model counts them from the parameters.
         """
         return {}
 
     def reads(self, first: int, last: int) -> int:
-        """Return the number of elements that these products read, each counted once."""
+        """Return the number of different elements that the products of ``multiply_adds`` read."""
         return 0
 
     @abstractmethod
     def fuse(self, encoded_BTD: Tensor, increments: tuple[Tensor, ...]) -> Tensor:
-        """Combine the encoder's output and the stages' increments into ``z_BTD`` (equation 11)."""
+        """Combine the encoder's output e and the stages' increments [B, T, D] into z, [B, T, D] (equation 11)."""
 
     def write(self, part: StatePart, x_BTD: Tensor, span: Span, cache: Any) -> tuple[Tensor, Any]:
         """Write the entries of one part (equation 12).
@@ -107,11 +109,12 @@ class StateWriter(nn.Module, ABC):
         Args:
             part: the part.
             x_BTD: z, normed.
-            span: the positions; the last ``span.rows`` of them get entries, which are all for a ``reach`` of 0.
+            span: the positions. The last ``span.rows`` of them get entries; with a ``reach`` of 0, these are all.
             cache: the cache of this part.
 
         Returns:
-            ``state_BEC``, stored and new entries in stream order, the J entries of a position adjacent; the next cache.
+            The stored and new entries, [B, E, C], in the order of their tokens, the J entries of a position adjacent;
+            and the next cache.
         """
         return cache.extend(self.projection(part)(x_BTD, self.angles(part, span, x_BTD.dtype)))
 
@@ -120,7 +123,7 @@ class StateWriter(nn.Module, ABC):
         return cast(Entry, self.entry[part.name])
 
     def angles(self, part: StatePart, span: Span, dtype: torch.dtype) -> Angles:
-        """Return the rotation of a part's entries at these positions; the identity for a part without rotation."""
+        """Return the rotation of the entries at these positions; the identity if the part is not rotated."""
         angles = self.rope.at(span, dtype)
         return angles if part.rotated else Angles(torch.ones_like(angles.cos_BTP), torch.zeros_like(angles.sin_BTP))
 
@@ -136,7 +139,7 @@ class StateWriter(nn.Module, ABC):
             caches: the cache of each part.
 
         Returns:
-            ``z_BTD``, the input of the decoder; the state, stored and new entries; the next caches.
+            ``z_BTD``, the decoder's input; the state, with stored and new entries; the next cache of each part.
         """
         z_BTD = tap("state/z", self.fuse(encoded_BTD, increments))
         x_BTD, state, after = self.norm(z_BTD), {}, []
@@ -148,5 +151,5 @@ class StateWriter(nn.Module, ABC):
 
 
 def retrieved(increments: tuple[Tensor, ...]) -> Tensor:
-    """Return r, the sum of the stages' increments (equation 10); there must be at least one stage."""
+    """Return r, the sum of the increments of at least one stage (equation 10)."""
     return sum(increments[1:], increments[0])

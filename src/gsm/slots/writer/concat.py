@@ -1,4 +1,4 @@
-"""A learned projection of the encoder's output and the stages' increments, concatenated."""
+"""A writer that concatenates the encoder's output and the retrieved history, and projects them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from gsm.slots.writer.base import StateWriter, retrieved
 
 
 class Concat(StateWriter):
-    """z = W [e ; r] with W = [1 1] + V, where 1 is the identity and V is learned from zero.
+    """z = W [e ; r] with W = [1 1] + V, where 1 is the identity matrix and V starts at zero.
 
-    So it starts as the paper's writer, with every stage active from the first step. A random W would first have to
-    learn the identity. Weight decay pulls V to zero here; it would pull such a W to zero output.
+    So training starts at the paper's writer, z = e + r, and weight decay pulls towards it. A random W would first have
+    to learn the identity, and weight decay would pull z to zero.
 
     Args:
         shape, common: as in ``StateWriter``.

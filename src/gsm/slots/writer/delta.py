@@ -1,14 +1,14 @@
-"""A writer that subtracts the state's prediction from each entry. It addresses the bottleneck that the paper names
-(section 2.3): redundant entries waste the small state.
+"""A writer that subtracts from each entry its prediction from the previous entries. The paper (section 2.3) names the
+problem that this addresses: the state is small, and redundant entries waste it.
 
     z -- norm, projection, norm --> plain entry --------------------- minus --> norm --> rotation --> state entry
                                          |                              ^
                                          '--> the M - 1 plain entries --'
                                               before: beta x prediction
 
-The delta rule of fast-weight memories (Schlag et al., 2021) also subtracts the stored content from each write. There a
-write depends on the previous corrected ones, so writes are sequential. Here it depends on the plain entries, so that
-all positions are corrected in one parallel step.
+The delta rule of fast-weight memories (Schlag et al., 2021) also subtracts the stored content from each write. There,
+each write depends on the previous corrected writes, so writes are sequential. Here it depends on the plain entries, so
+all positions are corrected in parallel.
 """
 
 from __future__ import annotations
@@ -55,27 +55,27 @@ class Delta(Additive):
         beta_t = sigmoid(w . x_t + b)
         entry_t = RoPE_t RMSNorm( p_t - beta_t s_t )
 
-    The sink takes the weight if no entry fits; the first position of a document has no prediction. The norm gives the
-    difference the full range of an entry, and keys a fixed scale. w starts at zero and b is negative. So the model
-    starts near the paper's entries, because s_t predicts nothing while W_q is random; but beta is large enough for W_q
-    to learn. If the state has several parts, each has its own correction.
+    The sink takes the weight if no entry fits; at the first position of a document, s_t is zero. The outer norm gives
+    all entries the same scale. w starts at zero and b is negative, so beta_t starts small and the entries start near
+    the paper's, but beta_t is large enough for W_q to get a gradient. If the state has several parts, each has its own
+    correction.
 
-    A row sees M corrected entries, and the first of them needs M - 1 more plain entries. So the state carries
-    information over 2 M - 1 positions, and stores 2 M - 1 entries.
+    A row sees M corrected entries, the first of which needs M - 1 plain entries before it. So the state stores 2 M - 1
+    entries and carries information over 2 M - 1 positions.
 
     Args:
         shape, state_size, common: as in ``StateWriter``.
-        bias: initial b; -2.0 makes beta 0.12.
+        bias: initial b; -2.0 gives a beta of 0.12.
 
     Raises:
-        ValueError: for a state of one entry, which has no entries before it that could predict it.
+        ValueError: if ``state_size`` is below 2, so that there is no entry to predict from.
     """
 
     def __init__(self, shape: Shape, *, state_size: int, bias: float, **common: Any):
         super().__init__(shape, state_size=state_size, **common)
         if state_size < 2:
             raise ValueError(
-                f"state_size must be at least 2 for writer=delta, got {state_size}; writer=additive can have one entry"
+                f"state_size must be at least 2 for writer=delta, got {state_size}; use writer=additive for one entry"
             )
         self.reach = state_size - 1
         self.correction = nn.ModuleDict({part.name: Correction(shape, self.reach, bias) for part in self.parts})
@@ -85,11 +85,11 @@ class Delta(Additive):
         return DeltaCache(self.window(batch, self.reach), self.window(batch, self.state_size))
 
     def stored(self, tokens: int) -> int:
-        """Return the number of elements of plain and corrected entries, which both are state."""
+        """Return the number of elements of the plain and the corrected entries; the state has both."""
         return (min(tokens, self.reach) + min(tokens, self.state_size)) * self.width
 
     def multiply_adds(self, first: int, last: int) -> dict[str, int]:
-        """Return the multiply-adds of the predictions: logit and mixture for at most M - 1 entries before a
+        """Return the multiply-adds of the predictions: the logit and the weighted sum of up to M - 1 entries per
         position."""
         seen = sum(min(position, self.reach) for position in range(first, last))
         return {"attention": 2 * self.width * seen}
@@ -110,12 +110,12 @@ class Delta(Additive):
 
 
 class Correction(nn.Module):
-    """Subtract a part (beta) of the prediction from previous entries from each entry.
+    """Subtract beta times the prediction from previous entries, s_t, from each plain entry.
 
     Args:
-        shape: shared widths.
-        reach: number of positions before a row that predict its entry.
-        bias: initial bias of beta.
+        shape: widths that all attention layers share.
+        reach: number of earlier positions from which an entry is predicted (M - 1).
+        bias: initial b of beta.
     """
 
     def __init__(self, shape: Shape, reach: int, bias: float):
@@ -134,8 +134,8 @@ class Correction(nn.Module):
 
         Args:
             x_BTD: z, normed.
-            plain_BTC: plain entries of the same positions, not rotated.
-            plain_BEC: stored and new plain entries in stream order, rotated.
+            plain_BTC: plain entries of the same positions, before rotation.
+            plain_BEC: stored and new plain entries in the order of their tokens, rotated.
             position_BR: int64, positions of the rows.
             angles: rotation of the rows.
         """
@@ -146,10 +146,10 @@ class Correction(nn.Module):
         return self.norm(new_BRC).type_as(plain_BTC)  # under autocast beta has a wider dtype than the entries
 
     def predict(self, query_BRC: Tensor, plain_BEC: Tensor, position_BR: Tensor, angles: Angles) -> Tensor:
-        """Return s of the rows, [B, R, C], rotated back.
+        """Return s_t of the rows, [B, R, C], before rotation.
 
-        Attention sees a row's own entry and the previous ones. To exclude its own, each row is moved back by one entry
-        and one position; at position 0 nothing remains.
+        The kernel lets a row see its own entry and the previous ones. To exclude its own, each row is moved back by one
+        entry and one position. At position 0, no entry remains.
         """
         before_BEC = pad(plain_BEC[:, :-1], (0, 0, 1, 0))
         position_BR = (position_BR - 1).clamp(min=-1)

@@ -8,7 +8,7 @@ from gsm.slots.writer.base import StateWriter
 
 
 class EncoderOnly(StateWriter):
-    """z = e. With or without stages, the model computes the same."""
+    """z = e, so the stages have no effect on the output."""
 
     def fuse(self, encoded_BTD: Tensor, increments: tuple[Tensor, ...]) -> Tensor:
         """Return the encoder's output unchanged."""

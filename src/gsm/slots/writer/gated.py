@@ -1,4 +1,4 @@
-"""A writer with a learned gate on each channel of the retrieval."""
+"""A writer with a learned gate on each channel of the retrieved history."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from gsm.slots.writer.base import StateWriter, retrieved
 class Gated(StateWriter):
     """z = e + g * r with g = sigmoid(W RMSNorm([e ; r]) + b), one gate per channel of the model.
 
-    W starts at zero, so that at first all gates are sigmoid(b). They start mostly open because a stage's gradient
-    passes the gate; a stage behind a closed gate would hardly learn. The input is normed like that of a stage's query,
-    because the encoder's streams have no fixed scale.
+    W starts at zero, so all gates start at sigmoid(b). They start mostly open, because the gradient of the stages is
+    multiplied by the gates. The input is normed, as that of a stage's query is, because the encoder's output has no
+    fixed scale.
 
     Args:
         shape, common: as in ``StateWriter``.
-        bias: initial b; 2.0 opens the gates to 0.88.
+        bias: initial b; 2.0 gives gates of 0.88.
     """
 
     needs_stages = True

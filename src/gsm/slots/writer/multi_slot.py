@@ -1,5 +1,5 @@
-"""Several entries per position, against the bottleneck that the paper names (section 2.3): one write of fixed width
-must hold everything that was retrieved for a position.
+"""A writer of several entries per position. The paper (section 2.3) names the problem that this addresses: one entry of
+fixed width must hold everything that was retrieved for a position.
 
     position        0       1       2       3              J = 2, M = 4
     state        a0 b0 | a1 b1 | a2 b2 | a3 b3
@@ -23,19 +23,17 @@ from gsm.span import Span
 
 class MultiSlot(Additive):
     """z = e + r, and J entries RoPE_t( RMSNorm_j( W_j RMSNorm(z_t) ) ), j = 0 .. J - 1; entry 0 is the paper's.
-    The decoder starts from z, as with the other writers; only the number of entries differs.
 
-    All entries are made from z, and none from e or r separately: the sum loses little because it is as wide as the
-    model, but an entry has D / C times fewer channels (16 at size 1p5b). That is the bottleneck, and J projections
-    widen it J times. The state's size stays M, so J trades the distance that a row sees for the detail of each
-    position.
+    An entry has D / C times fewer channels than z (16 at size 1p5b), and J projections of z keep J times more of them.
+    The state still has M entries, so with a larger J a row sees fewer positions in more detail. The decoder starts from
+    z, as with the other writers.
 
     Args:
         shape, state_size, common: as in ``StateWriter``.
-        slots: entries per position (J); must divide the state's size.
+        slots: entries per position (J); a divisor of ``state_size``.
 
     Raises:
-        ValueError: if ``slots`` does not divide the state's size.
+        ValueError: if ``slots`` does not divide ``state_size``.
     """
 
     def __init__(self, shape: Shape, *, state_size: int, slots: int, **common: Any):
@@ -48,7 +46,7 @@ class MultiSlot(Additive):
         self.further = nn.ModuleDict(further)
 
     def write(self, part: StatePart, x_BTD: Tensor, span: Span, cache: WindowStore) -> tuple[Tensor, WindowStore]:
-        """Write J entries for each position; the entries of one position share its rotation."""
+        """Write J entries for each position, all rotated by this position."""
         angles = self.angles(part, span, x_BTD.dtype)
         projections = (self.projection(part), *cast(nn.ModuleList, self.further[part.name]))
         entries = [projection(x_BTD, angles) for projection in projections]

@@ -8,7 +8,7 @@ from gsm.slots.writer.base import StateWriter, retrieved
 
 
 class RetrievalOnly(StateWriter):
-    """z = r. The decoder starts from r too, so all its information comes through the stages."""
+    """z = r. The decoder also starts from z, so it gets only what the stages retrieve."""
 
     needs_stages = True
 
