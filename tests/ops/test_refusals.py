@@ -25,15 +25,15 @@ from gsm_kernels.rms_norm.triton import WIDEST
 ZERO = torch.zeros
 KEYS = ("key_BFGC", "value_BFGC")
 BAD = [  # operation, what is changed in its ordinary call, words
-    ("attend", {"width": 0}, "width = 0", "at least 1"),
-    ("attend", {"window_BEC": ZERO(2, 3, 32)}, "3 window entries", "11 rows"),
+    ("attend", {"width": 0}, "width", "at least 1", "got 0"),
+    ("attend", {"window_BEC": ZERO(2, 3, 32)}, "window_BEC", "E = 3", "R = 11"),
     ("attend", {"sink_H": ZERO(3)}, "sink_H", "H = 4 as in query_BRHC", "got H = 3"),
     ("attend", {"bank_BFC": ZERO(2, 6)}, "bank_BFC", "3 dimensions"),
-    ("attend", {"cos_BRP": ZERO(2, 11, 17), "sin_BRP": ZERO(2, 11, 17)}, "32 channels", "17 rotated"),
-    ("attend_range", {"width": 0}, "width = 0", "at least 1"),
+    ("attend", {"cos_BRP": ZERO(2, 11, 17), "sin_BRP": ZERO(2, 11, 17)}, "C = 32", "P = 17"),
+    ("attend_range", {"width": 0}, "width", "at least 1", "got 0"),
     ("attend_range", dict.fromkeys(KEYS, ZERO(2, 17, 3, 8)), "key and value heads", "divide", "got 3 and 4"),
     ("attend_range", {"value_BFGC": ZERO(2, 16, 2, 8)}, "got F = 16", "F = 17 as in key_BFGC"),
-    ("attend_range", {**dict.fromkeys(KEYS, ZERO(2, 6, 2, 8)), "width": 4}, "6 slots"),
+    ("attend_range", {**dict.fromkeys(KEYS, ZERO(2, 6, 2, 8)), "width": 4}, "F = 6"),
     ("index_top_k", {"k": 0}, "k = 0", "at least 1"),
     ("mhc_boundary", {"phi": ZERO(5, 24)}, "4 streams", "(24, 24)"),
     ("rms_norm", {"weight": torch.ones(3)}, "(3,)", "(2, 5, 8)"),
