@@ -69,7 +69,7 @@ def stream(inputs: Inputs, rows: slice) -> slice:
 
 
 def near(inputs: Inputs, rows: slice) -> tuple[Cut, Tensor, Tensor]:
-    """Return the blocks of these rows, their queries (rotated, scaled, padded), and the entries that each block sees."""
+    """Return the blocks of these rows, their queries (rotated, scaled, padded), and the entries of each block."""
     seen = stream(inputs, rows)
     blocks = cut(rows.stop - rows.start, seen.stop - seen.start, inputs.width)
     query = at_least_float32(inputs.query_BRHC[:, rows])
