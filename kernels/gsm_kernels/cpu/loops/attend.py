@@ -24,10 +24,7 @@ PART = 128  # entries that are mixed at a time, so that they stay in the L1 cach
 ZERO, ONE = np.float32(0), np.float32(1)
 # Typed constants, because `multiply` would be compiled again for a Python number.
 UNIT, NEW, MORE = np.int64(1), np.bool_(False), np.bool_(True)
-NOTHING, LOWEST = (
-    np.float32(-np.inf),
-    np.float32(-1e30),
-)  # the second is the smallest sink, so that the maximum is finite
+NOTHING, LOWEST = np.float32(-np.inf), np.float32(-1e30)  # LOWEST is the smallest sink: the maximum is finite
 
 # The numbers of a lane: the first and the last entry of the block that it sees; the sink's logit; the maximum and the
 # denominator of the softmax; the weighted mean of the entries' products with the gradient.
