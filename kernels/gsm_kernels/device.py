@@ -73,8 +73,8 @@ def handed_out(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return `x` as a new tensor object, in a dtype, for the output of an `autograd.Function`.
 
     `mul_`, `-=` and `out=` return their argument itself, and so do `to` and `contiguous` if nothing changes. If a
-    forward returns such an object, `torch.compile` in PyTorch 2.11 loses its gradient (pytorch/pytorch#180642). The
-    result is detached instead of a view, so that the caller can change it in place.
+    forward returns such an object, `torch.compile` in PyTorch 2.11 loses its gradient (pytorch/pytorch#180642). For
+    autograd the result is not a view, so the caller can change it in place.
     """
     return in_dtype(x, dtype or x.dtype).detach()
 

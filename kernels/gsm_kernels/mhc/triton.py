@@ -227,7 +227,10 @@ def _add_parts(phi_parts: Tensor, parts: Tensor, grads: list[Tensor], count: int
 
 
 def _operand(phi: Tensor, streams: Tensor) -> Tensor:
-    """Return phi in the dtype of its products: bfloat16 for bfloat16 streams, else float32, as float16 may overflow."""
+    """Return phi in the dtype of its products: bfloat16 for bfloat16 streams, otherwise float32.
+
+    float16 has too small a range for phi.
+    """
     return phi.to(torch.bfloat16 if streams.dtype == torch.bfloat16 else torch.float32).contiguous()
 
 
