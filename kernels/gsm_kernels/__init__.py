@@ -1,14 +1,14 @@
-"""The operations that take most of GSM's time: plain PyTorch references, and faster implementations of most of them.
+"""The operations that take most of GSM's time, each with a plain PyTorch reference and often faster implementations.
 
     from gsm_kernels import attend, explain, listening, using
 
-Every operation computes in at least float32 and returns the dtype of its inputs; float64 stays float64. The
-implementation is chosen per call: see `gsm_kernels.dispatch`, or run `python -m gsm_kernels`.
+Every operation computes in float32, or in float64 for float64 inputs, and returns the dtype of its inputs. Each call
+chooses its implementation: see `gsm_kernels.dispatch`, or run `python -m gsm_kernels`.
 """
 
 from collections.abc import Sequence
 
-from . import cpu  # noqa: F401  compiled loops add themselves to the operations
+from . import cpu  # noqa: F401  registers the compiled CPU loops with the operations
 from .attend import attend
 from .attend_band import attend_band
 from .attend_range import attend_range
@@ -39,7 +39,7 @@ OPS: tuple[Op, ...] = (
 
 
 def explain(ops: Sequence[Op] = OPS) -> dict[str, str]:
-    """Return "implementation: reason" for every operation, on this machine with its GSM_KERNELS."""
+    """Return "implementation: reason" by operation, for this machine and the current GSM_KERNELS."""
     return {op.name: ": ".join(op.explain()) for op in ops}
 
 

@@ -1,4 +1,4 @@
-"""Properties of the machine, suitable sizes of scratch memory, and precision under autocast."""
+"""Checks of the device and of installed packages, sizes of scratch memory, and the precision of computation."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HOPPER = (9, 0)  # H100, H200, H800, H20 and GH200
+HOPPER = (9, 0)  # compute capability of H100, H200, H800, H20 and GH200
 FENCED = (3, 7, 1)  # first Triton version with correct results on Hopper
-ASSEMBLER = "ptxas-blackwell"  # CUDA 13.1's in the wheel of Triton 3.7.1
+ASSEMBLER = "ptxas-blackwell"  # the ptxas of CUDA 13.1 in the wheel of Triton 3.7.1
 
 
 def scratch_elements(device: torch.device) -> int:
-    """Return the largest number of elements of a chunk's largest temporary.
+    """Return how many elements the largest temporary tensor of a chunk may have.
 
-    On a CPU a chunk should fit the cache (2 M elements are 8 MB of float32); a GPU needs larger chunks to be busy.
+    On a CPU a chunk should fit the cache (2 M elements are 8 MB in float32). A GPU needs larger chunks to be busy.
     """
     return 1 << 21 if device.type == "cpu" else 1 << 26
 
 
 def full_precision(like: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which autocast does not lower the precision of operations on the device of `like`."""
+    """Return a context that disables autocast on the device of `like`."""
     kind = "cpu" if like.is_cpu else like.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return _UNCHANGED
@@ -42,10 +42,7 @@ _UNCHANGED = contextlib.nullcontext()
 
 @contextlib.contextmanager
 def ahead_of_a_graph() -> Iterator[None]:
-    """Make operations choose the same implementations as during the capture of a CUDA graph, for a warm-up.
-
-    Then the warm-up compiles the kernels that the graph will contain.
-    """
+    """Choose implementations as during the capture of a CUDA graph, so that a warm-up compiles the graph's kernels."""
     global _ahead
     before, _ahead = _ahead, True
     try:
@@ -55,7 +52,7 @@ def ahead_of_a_graph() -> Iterator[None]:
 
 
 def for_a_graph() -> bool:
-    """Return whether this call is in, or prepares, the capture of a CUDA graph, which cannot wait for the device."""
+    """Return whether a CUDA graph is being captured or prepared; such a call must not wait for the device."""
     return _ahead or torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
@@ -63,38 +60,38 @@ _ahead = False
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Return `x` in the precision of computation: float32, or its own if that is wider."""
+    """Return `x` in the dtype of computation: float64 stays, all others become float32."""
     return x if x.dtype in (torch.float32, torch.float64) else x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x` in a dtype, without the call of `to` if it has it already: a hundred calls per decoded token."""
+    """Return `x` in a dtype, without calling `to` if nothing changes: a decoded token calls this a hundred times."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def handed_out(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return `x` in a dtype as the output of an `autograd.Function`: a new tensor object, and not a view.
+    """Return `x` as a new tensor object, in a dtype, for the output of an `autograd.Function`.
 
-    `mul_`, `-=` and `out=` return their argument itself, and so do `to` and `contiguous` if there is nothing to do. If
-    a forward returns such an object, the `torch.compile` of PyTorch 2.11 loses its gradient (pytorch/pytorch#180642). A
-    view could not be changed in place by the caller.
+    `mul_`, `-=` and `out=` return their argument itself, and so do `to` and `contiguous` if nothing changes. If a
+    forward returns such an object, `torch.compile` in PyTorch 2.11 loses its gradient (pytorch/pytorch#180642). For
+    autograd the result is not a view, so the caller can change it in place.
     """
     return in_dtype(x, dtype or x.dtype).detach()
 
 
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the backward of an `autograd.Function` raise RuntimeError for `create_graph=True`.
+    """Decorate the backward of an `autograd.Function` to raise RuntimeError for `create_graph=True`.
 
-    It treats the saved tensors as constants, so second derivatives would be wrong. PyTorch's `once_differentiable`
-    raises an error only if the incoming gradient has a graph.
+    These backward passes treat saved tensors as constants, so second derivatives would be wrong. PyTorch's
+    `once_differentiable` raises an error only if the incoming gradient requires a gradient.
     """
 
     @functools.wraps(backward)
     def call(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(
-                "create_graph must be False, as the backward passes of gsm_kernels have no derivative, got True; use "
-                "finite differences of gradients for second derivatives"
+                "create_graph must be False, got True: gsm_kernels has first derivatives only; use finite differences "
+                "of gradients for second derivatives"
             )
         return backward(ctx, *grads)
 
@@ -110,7 +107,7 @@ def no_nvidia_gpu() -> str | None:
 
 
 def absent(package: str, *modules: str) -> str | None:
-    """Return why a package of Triton kernels cannot be used, or None. It imports these modules to find out."""
+    """Import modules of a package of Triton kernels; return why the package cannot be used, or None."""
     return "cannot be traced into a graph" if torch.compiler.is_compiling() else _absent(package, *modules)
 
 
@@ -131,8 +128,12 @@ def _absent(package: str, *modules: str) -> str | None:
 
 
 def unfit_for_package(*tensors: Tensor, waits: bool = False) -> str | None:
-    """Return why query, key and value are not for a package of GPU kernels, or None; ``waits``: the call waits for the
-    device."""
+    """Return why a package of GPU kernels cannot take this call, or None.
+
+    Args:
+        tensors: query, key and value.
+        waits: whether the call waits for the device, which a CUDA graph does not allow.
+    """
     if tensors[0].device.type != "cuda":
         return f"needs tensors on a GPU, got {tensors[0].device.type}"
     if waits and for_a_graph():
@@ -154,10 +155,10 @@ def triton_version() -> str | None:
 
 
 def unfenced_triton() -> str | None:
-    """Return why no Triton kernel may run on this GPU, with the remedy, or None.
+    """Return why Triton's kernels give wrong results on this GPU, with the remedy, or None.
 
-    Before 3.7.1, Triton omits a fence between copies to shared memory and the wgmma that reads them
-    (triton-lang/triton#9610), so that results on Hopper depend on timing.
+    Before 3.7.1, Triton omits a fence between a copy to shared memory and the wgmma that reads it, so that results on
+    Hopper depend on timing (triton-lang/triton#9610).
     """
     release = tuple(int(number) for number in re.findall(r"\d+", triton_version() or "")[:3])
     if not release or release >= FENCED or torch.cuda.get_device_capability() != HOPPER:
@@ -169,11 +170,11 @@ def unfenced_triton() -> str | None:
 
 
 def choose_assembler() -> None:
-    """Let Triton assemble by CUDA 13.1, which lies in its own wheel, where PyTorch's CUDA 13 shows that the driver runs
-    such code. TRITON_PTXAS_PATH goes first.
+    """Set TRITON_PTXAS_PATH to the ptxas of CUDA 13.1 in Triton's wheel, unless it is set already.
 
-    The assembler of CUDA 12.8, Triton's default on Hopper, lets some products read a register that nothing has written
-    (triton-lang/triton#11366).
+    With the ptxas of CUDA 12.8, Triton's default on Hopper, some matrix products read an uninitialised register
+    (triton-lang/triton#11366). Code of CUDA 13.1 needs a recent driver, which a PyTorch for CUDA 13 needs too, so this
+    does nothing with an older PyTorch.
     """
     import triton
 
@@ -191,7 +192,7 @@ def version(distribution: str) -> str | None:
 
 
 def describe() -> str:
-    """Describe the default device of operations."""
+    """Return the name of the GPU and its compute capability, or "CPU" and the number of threads."""
     if not torch.cuda.is_available():
         return f"CPU, {torch.get_num_threads()} threads"
     major, minor = torch.cuda.get_device_capability()

@@ -1,20 +1,20 @@
-"""Choose the implementation of an operation, and report the choice and the reasons against the others.
+"""Choose the implementation of an operation for each call, and report the choice and its reason.
 
-An `Op` has its implementations in order of preference, the plain PyTorch reference last. Each may refuse a call with a
-reason; the first that does not refuse runs. Each call chooses, without a lock, so that `torch.compile(fullgraph=True)`
-traces a call as if the chosen implementation had been called directly.
+An `Op` lists its implementations in order of preference, with the plain PyTorch reference last. A call runs the first
+implementation that can take it; the others give a reason why they cannot. `torch.compile(fullgraph=True)` traces only
+the chosen implementation.
 
     swiglu = Op("swiglu", reference, (Impl("triton", kernel, refuses=needs_hopper),), check=check)
     with listening() as heard:
         swiglu(gate, up, limit)
     assert heard == [("swiglu", "triton")]
 
-An operation with many parameters declares them once, in a NamedTuple called `Inputs`. A call then makes one of these,
-and check, refusals and implementations take it in place of the arguments.
+An operation with many parameters declares them in a NamedTuple called `Inputs`. A call then packs its arguments into
+`Inputs`, which `check`, `refuses` and the implementations take in place of the arguments.
 
-The environment variable GSM_KERNELS (auto, reference, or the name of another implementation) and the context manager
-`using` force a choice. "reference" and "triton" are forced on every operation. Any other name is forced on operations
-with such an implementation for all kinds of calls; the other operations choose as with auto.
+The environment variable GSM_KERNELS and the context manager `using` force an implementation by name. "reference" and
+"triton" apply to every operation. Any other name applies to the operations that have such an implementation, unless it
+is `narrow`; the other operations choose as with "auto".
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor
 from .device import full_precision
 
 CHOICES = ("auto", "reference", "triton", "numba", "sdpa", "xformers", "chunked", "fla", "grouped_mm")
-REMEMBERED = 256  # cached checks per operation; a growing bank needs new ones all the time
+REMEMBERED = 256  # cached checks per operation; a growing bank has a new shape at every call
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -44,10 +44,11 @@ class Impl:
 
     Attributes:
         name: "reference", "triton", ...
-        fn: the callable; it takes the operation's arguments, or its `Inputs`.
-        refuses: takes the same arguments; returns the reason why it cannot take this call, or None.
-        missing: takes nothing; returns the reason why it can take no call on this machine, or None.
-        narrow: the calls that it is for, if these are few; it is then neither forced nor named by `explain`.
+        fn: the function; it takes the operation's arguments, or its `Inputs`.
+        refuses: takes the same arguments; returns the reason why `fn` cannot take this call, or None.
+        missing: takes no arguments; returns the reason why `fn` cannot run on this machine, or None.
+        narrow: a description of the calls that it is for, if these are few. Such an implementation cannot be forced by
+            name, and `explain` names another one.
     """
 
     name: str
@@ -59,16 +60,20 @@ class Impl:
 
 @dataclass
 class Op:
-    """An operation with one or more implementations; call it like the function it names.
+    """An operation with one or more implementations, called like a function.
 
     Attributes:
         name: its name in `listening`, `explain` and errors.
-        reference: the plain PyTorch implementation. It refuses no call.
+        reference: the plain PyTorch implementation, which takes every call.
         fast: the other implementations in order of preference.
         inputs: makes `Inputs`, a NamedTuple, from a call's arguments; None: implementations take the arguments.
         check: takes the same arguments as implementations; raises ValueError if shapes do not fit. A check of `Inputs`
-            may depend only on shapes and numbers, because its result is cached.
+            may depend only on shapes and numbers, because its success is cached.
         doc: the docstring.
+
+    Raises:
+        ValueError: by a call, if its arguments do not fit.
+        RuntimeError: by a call, if the forced implementation cannot take it; the message gives the reason.
     """
 
     name: str
@@ -106,15 +111,15 @@ class Op:
         self.impls = (*self.fast, self.impls[-1])
 
     def choose(self, *args: Any, **kwargs: Any) -> Impl:
-        """Return the implementation that runs a call with these arguments.
+        """Return the implementation that would run a call with these arguments.
 
         Raises:
-            RuntimeError: if a forced implementation refuses; the message has the operation and the reason.
+            RuntimeError: if the forced implementation cannot take the call; the message gives the reason.
         """
         return self._choose(*args, **kwargs) if self.inputs is None else self._choose(self.inputs(*args, **kwargs))
 
     def _check_once(self, inputs: Any) -> None:
-        """Check the inputs, unless inputs with the same shapes and numbers have been checked."""
+        """Check the inputs, unless inputs with the same shapes and numbers have passed before."""
         if torch.compiler.is_compiling():
             self.check(inputs)
             return
@@ -127,7 +132,7 @@ class Op:
 
     def _choose(self, *args: Any, **kwargs: Any) -> Impl:
         choice = self._choice
-        for impl in self.impls:  # runs a hundred times per decoded token, so the cached `missing` comes first
+        for impl in self.impls:  # a hundred times per decoded token, so the cached `missing` is called first
             offered = choice == "auto" or choice == impl.name
             if offered and impl.missing() is None and impl.refuses(*args, **kwargs) is None:
                 return impl
@@ -135,8 +140,7 @@ class Op:
         raise RuntimeError(_cannot_force(self.name, "; ".join(filter(None, reasons))))
 
     def explain(self) -> tuple[str, str]:
-        """Return the implementation that runs calls on this machine, as far as known without arguments, and the
-        reason."""
+        """Return the implementation that most calls use on this machine, and the reason."""
         if _forced == "reference":
             return "reference", "forced"
         if not self.fast:
@@ -151,26 +155,27 @@ class Op:
 
     @property
     def _choice(self) -> str:
-        """The choice in force for this operation."""
+        """The forced implementation if this operation has it, else "auto"."""
         if _forced in ("auto", "reference", "triton"):
             return _forced
         return _forced if any(impl.name == _forced and not impl.narrow for impl in self.impls) else "auto"
 
 
 def _elsewhere(impl: Impl) -> str | None:
-    """Return why an implementation is not representative of this machine, although it can take calls, or None."""
+    """Return why most calls on this machine use another implementation, or None."""
     typical = impl.name != "numba" or _forced == "numba" or not torch.cuda.is_available()
     return impl.narrow if typical else "for tensors on the CPU"
 
 
 @contextlib.contextmanager
 def using(name: str) -> Iterator[None]:
-    """Force an implementation ("reference", "triton", ...) or none ("auto") inside the block.
+    """Force an implementation ("reference", "triton", ...) inside the block, or none ("auto"). Overrides GSM_KERNELS.
 
-    It overrides GSM_KERNELS.
+    Raises:
+        ValueError: if no operation has an implementation of this name.
     """
     global _forced
-    before, _forced = _forced, _validated(name, "using(...)")
+    before, _forced = _forced, _validated(name, "using: name")
     try:
         yield
     finally:
@@ -179,7 +184,7 @@ def using(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def listening() -> Iterator[list[tuple[str, str]]]:
-    """Collect (operation, implementation) for every call inside the block, in order."""
+    """Yield a list that collects (operation, implementation) for every call inside the block, in order."""
     global _heard
     before, _heard = _heard, []
     try:
@@ -189,13 +194,13 @@ def listening() -> Iterator[list[tuple[str, str]]]:
 
 
 def forced() -> str:
-    """Return the choice in force: "auto", or the implementation forced by GSM_KERNELS or `using`."""
+    """Return the implementation forced by GSM_KERNELS or `using`, or "auto"."""
     return _forced
 
 
 def _validated(name: str, origin: str) -> str:
     if name not in CHOICES:
-        raise ValueError(f"{origin}: {name!r} is no implementation. Use {', '.join(CHOICES)}")
+        raise ValueError(f"{origin} must be one of {', '.join(CHOICES)}, got {name!r}")
     return name
 
 

@@ -1,12 +1,11 @@
-"""The inverse of a selection (the places that point at each slot), and sums over it: the gradient of gathered entries.
+"""Deterministic scatter-add: the gradient of entries that were gathered by a selection.
 
-The gradient of a gather is a scatter. With atomic additions its result would depend on the order of programs. Here the
-places are sorted by slot once, stably, and added in this order: up to MOST of them by one program, and more by several
-programs, whose sums another kernel adds.
+A place is an element of index_BRK, and the inverse of a selection lists the places that point at each slot. With atomic
+additions, the sums would depend on the order of programs. Here the places are sorted by slot with a stable sort, and
+added in this order. One program adds up to MOST places of a slot; a second kernel joins the sums of longer lists.
 
-Layers that reuse a selection share its tensor. So the sorted places of a tensor are cached while the tensor exists and
-is unchanged, for the backwards of the other layers: the first KEPT chunks of its rows. Further chunks are sorted again
-by every layer, and so are rows that are cut into other chunks, recomputed, or in another tensor.
+Layers that reuse a selection share its tensor. Inside `keeping`, the sorted places of the first KEPT chunks of rows are
+cached while that tensor exists and is unchanged. All other chunks are sorted again by every layer.
 """
 
 from __future__ import annotations
@@ -23,19 +22,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .launch import cdiv, launch, power_of_two
 from .rows import Rows
 
-KEPT = 8  # cached chunks per selection; each has a few integers for every slot
+KEPT = 8  # cached chunks per selection
 MOST = 512  # places that one program adds: 128 KB for entries of 128 16-bit elements
 
 
 class Inverse(NamedTuple):
-    """The places of a flattened selection in the order of their slots, cut into parts.
+    """The places of a flattened selection, sorted by slot and cut into parts of at most MOST places of one slot.
 
     Attributes:
-        order: int32 [B*R*K], places sorted by slot and then by place; places without a slot come last.
-        start: int32 [B*F + 1], start of the places of each slot, of all sequences, in `order`.
-        first: int32 [B*F + 1], the first part of each slot; a slot with 1 to MOST places has one part, an unused slot
-            has none.
-        slot: int32 [parts], the slot of each part; B*F after the last part, because the length is an upper bound.
+        order: int32 [B*R*K], places sorted by slot and then by place; places without a slot are last.
+        start: int32 [B*F + 1], where the places of each slot start in `order`.
+        first: int32 [B*F + 1], number of the first part of each slot. A slot has ceil(places / MOST) parts.
+        slot: int32 [parts], the slot of each part. The length is an upper bound; unused elements are B*F.
     """
 
     order: Tensor
@@ -45,10 +43,12 @@ class Inverse(NamedTuple):
 
 
 def inverse_index(index_BRK: Tensor, slots: int, part: Rows | None = None) -> Inverse:
-    """Return the inverse of a chunk of a selection, by default of all rows, among `slots` slots per sequence.
+    """Return the inverse of a selection, or of a chunk of it.
 
-    -1 is no slot. Places are counted from the first of the chunk, and slots from the first of its sequences. Inside
-    `keeping`, the first KEPT chunks of a selection are sorted once; all others are sorted at each call.
+    Args:
+        index_BRK: the selected slots; -1 is no slot.
+        slots: F, the slots of each sequence.
+        part: the chunk of rows; None: all rows. Places and slots are counted from the start of the chunk.
     """
     part = part or Rows(0, index_BRK.shape[0], 0, index_BRK.shape[1])
     cache, key = _cache_of(index_BRK), (slots, part)
@@ -61,11 +61,11 @@ def inverse_index(index_BRK: Tensor, slots: int, part: Rows | None = None) -> In
 
 
 def add_segments(into: Tensor, values: Tensor, inverse: Inverse) -> None:
-    """Add the lines of `values` [B*R*K, X] to the lines of their slots in `into` [B*F, X], float32 and contiguous."""
+    """Add each row of `values` [B*R*K, X] to the row of its slot in `into` [B*F, X], float32 and contiguous."""
     from .inverse_kernels import add_parts, join_parts
 
     width, parts = values.shape[1], inverse.slot.numel()
-    # 16 KB of float32 at a time, 32 elements in each of 128 threads: enough concurrent loads for a popular slot.
+    # 16 KB of float32 at a time, 32 elements for each of 128 threads, so that a popular slot has many loads in flight.
     padded = power_of_two(width)
     sums = into.new_empty(parts, width)
     sizes = {"X": width, "WIDTH": padded, "LINES": max(4096 // padded, 1), "num_warps": 4}
@@ -91,7 +91,7 @@ def _sorted(index_BRK: Tensor, slots: int) -> Inverse:
 def keeping() -> Iterator[None]:
     """Cache the inverses that this thread computes inside the block.
 
-    This is only for backwards called by Python: a compiled graph may change a tensor without changing its version.
+    Use it only for backward passes that Python calls: a compiled graph may write to a tensor without a new version.
     """
     before, _thread.keeps = getattr(_thread, "keeps", False), True
     try:
@@ -106,10 +106,10 @@ def forget() -> None:
 
 
 def _cache_of(index_BRK: Tensor) -> dict[Hashable, Inverse]:
-    """Return the cached inverses of this tensor in its current version and on the current stream.
+    """Return the cached inverses of this tensor, for its current version and the current CUDA stream.
 
-    Results of another stream may not be ready. During the capture of a graph nothing is cached, because a graph must
-    not read results from outside, or the reverse.
+    Results of another stream may not be ready. During the capture of a CUDA graph nothing is cached, because a graph
+    must not share results with calls outside of it.
     """
     if not getattr(_thread, "keeps", False) or index_BRK.is_inference():
         return {}

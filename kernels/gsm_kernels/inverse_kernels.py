@@ -1,4 +1,4 @@
-"""Triton kernels for sums over the places of a slot, in parts of at most MOST places."""
+"""Triton kernels that sum the places of a slot, in parts of at most MOST places. See `gsm_kernels.inverse`."""
 
 # pyright: reportGeneralTypeIssues=false
 
@@ -11,7 +11,7 @@ def add_parts(
     value_ptr, order_ptr, start_ptr, first_ptr, slot_ptr, sum_ptr, into_ptr, slots,
     MOST: tl.constexpr, X: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Sum one part in the order of its places. Add it to the slot's line if it is the only part; else store it for
+    """Sum the places of one part in order. Add the sum to its slot if this is the slot's only part; else store it for
     `join_parts`."""
     part = tl.program_id(0)
     slot = tl.load(slot_ptr + part).to(tl.int64)
@@ -39,7 +39,7 @@ def join_parts(
     sum_ptr, first_ptr, into_ptr,
     X: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Add the sums of a slot's parts to its line, in order, if there are several."""
+    """Add the stored sums of a slot with several parts to the slot, in order."""
     slot = tl.program_id(0).to(tl.int64)
     first, last = tl.load(first_ptr + slot), tl.load(first_ptr + slot + 1)
     if last > first + 1:

@@ -1,10 +1,11 @@
-"""Conditions for Triton kernels, their compilation ahead of time, and their launch.
+"""Launch Triton kernels, and check whether this machine and these tensors allow it.
 
-Every operation with Triton kernels has two files beside its reference. `triton.py` has its refusals, shapes and
-autograd; it imports no Triton, so that the package can be imported without it. `kernels.py` has the `@triton.jit`
-functions, which the first imports at its first launch. On a CPU, Triton's interpreter computes the same in float32,
-slowly, for tests. It is chosen when Triton is forced (`using("triton")`) and TRITON_INTERPRET=1 was set before the
-first kernel was imported.
+An operation with Triton kernels has two files beside its reference. `kernels.py` contains the `@triton.jit` functions.
+`triton.py` contains the conditions, shapes and autograd; it imports `kernels.py` at the first launch, so that the
+package can be imported without Triton.
+
+For tests without a GPU, Triton's interpreter runs the kernels on the CPU, slowly. It needs `using("triton")`, and
+TRITON_INTERPRET=1 from before the first import of a kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 from .device import HOPPER, choose_assembler, no_nvidia_gpu, triton_version, unfenced_triton
 from .dispatch import forced
 
-OLDEST = (8, 0)  # oldest compute capability for a forced choice: the first with bfloat16 in its matrix units
+OLDEST = (8, 0)  # lowest compute capability for forced kernels: the first whose tensor cores take bfloat16
 ROUND = "In the kernel {}. GSM_KERNELS=reference computes with PyTorch's operations instead."
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read once, as Triton does when a kernel is decorated
 
@@ -32,7 +33,7 @@ Launcher = Callable[[Any, tuple[int, ...], tuple, dict[str, Any]], object]
 
 
 def missing() -> str | None:
-    """Return why Triton kernels can take no call on this machine, or None. Inside `launching`, no GPU is needed."""
+    """Return why Triton kernels cannot run on this machine, or None. Inside `launching`, no GPU is needed."""
     if _hook() is not None:
         return None if triton_version() else "Triton is not installed"
     if INTERPRETED:
@@ -41,11 +42,11 @@ def missing() -> str | None:
 
 
 def unready() -> str | None:
-    """Return why a Hopper GPU would train without its kernels, with the remedy, or None.
+    """Return why Triton kernels cannot run on this Hopper GPU, with the remedy, or None.
 
-    The dispatch would choose PyTorch, which is several times slower, so a training run stops instead; it stops with
-    forced kernels of an older Triton, too, whose results depend on timing. None on other machines, and if GSM_KERNELS
-    forces another implementation.
+    A training run calls this and stops: with PyTorch's operations instead, it would be several times slower. It also
+    stops with an older Triton whose results depend on timing (see `unfenced_triton`). The result is None on other
+    machines, and if GSM_KERNELS forces another implementation.
     """
     if forced() not in ("auto", "triton") or INTERPRETED or not torch.cuda.is_available() or torch.version.hip:
         return None
@@ -62,9 +63,9 @@ def unready() -> str | None:
 
 
 def unfit(*tensors: Tensor) -> str | None:
-    """Return why tensors cannot go to a Triton kernel, or None. It takes float32, bfloat16 and float16 on a GPU.
+    """Return why Triton kernels cannot take these tensors, or None.
 
-    Inside `launching`, any device is allowed.
+    They take float32, bfloat16 and float16 on a GPU. Inside `launching`, any device is allowed.
     """
     for x in tensors:
         if _hook() is None and x.device.type not in ("cpu" if INTERPRETED else "cuda", "meta"):
@@ -77,10 +78,9 @@ def unfit(*tensors: Tensor) -> str | None:
 
 
 def in_float32(*operands: Tensor) -> str | None:
-    """Return why PyTorch multiplies these operands faster than Triton kernels would, or None.
+    """Return why PyTorch multiplies these operands faster than Triton kernels, or None.
 
-    The kernels multiply float32 without the matrix units, and their registers spill. A forced choice runs them all the
-    same, for tests.
+    The kernels multiply float32 without tensor cores, and spill registers. Forced kernels run anyway, for tests.
     """
     if forced() == "triton" or all(x.dtype != torch.float32 for x in operands):
         return None
@@ -90,7 +90,7 @@ def in_float32(*operands: Tensor) -> str | None:
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Run `kernel[grid](*args, **options)` on the device of its tensors. An empty grid runs nothing.
 
-    Triton's errors are raised, with a note: a kernel that cannot be built never falls back to slow operations unseen.
+    An error of Triton is raised, with a note on how to avoid the kernel; there is no silent fallback to PyTorch.
     """
     # The default up to Triton 3.9, which warns if it is not set; 3.10 changes it.
     options = {"enable_fp_fusion": True, **options}
@@ -106,7 +106,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 
 def cdiv(number: int, size: int) -> int:
-    """Return the quotient, rounded up."""
+    """Return number / size, rounded up."""
     return -(-number // size)
 
 
@@ -117,10 +117,10 @@ def power_of_two(number: int, least: int = 1) -> int:
 
 @contextlib.contextmanager
 def launching(instead: Launcher) -> Iterator[None]:
-    """Inside the block, call `instead(kernel, grid, args, options)` in place of every launch of this thread.
+    """Call `instead(kernel, grid, args, options)` inside the block, in place of every launch by this thread.
 
-    Nothing is launched, so calls with tensors on a CPU are allowed too; their results are uninitialised. Other threads
-    launch as usual.
+    Use it to compile kernels or to record launches without a GPU: tensors may be on any device, and results are
+    uninitialised. Other threads launch as usual.
     """
     thread = threading.get_ident()
     before = _instead.get(thread)
@@ -142,13 +142,13 @@ def building() -> bool:
 def _hook() -> Launcher | None:
     """Return the function that this thread calls in place of a launch, or None.
 
-    Outside `launching` the thread's id is not read, because `torch.compile` cannot trace that.
+    The thread's id is read only if some thread is inside `launching`, because `torch.compile` cannot trace it.
     """
     return _instead.get(threading.get_ident()) if _instead else None
 
 
 def device_of(args: tuple) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which the device of the tensors is the current one."""
+    """Return a context in which the GPU of the first tensor is the current device."""
     device = next((x.device for x in args if isinstance(x, Tensor)), None)
     return torch.cuda.device(device) if device is not None and device.type == "cuda" else contextlib.nullcontext()
 
@@ -157,8 +157,7 @@ def _no_hopper(oldest: tuple[int, int]) -> str | None:
     return _machine(oldest)
 
 
-# Like torch.compiler.assume_constant_result, but its import takes seconds. The machine is constant, and a graph cannot
-# query it.
+# Like torch.compiler.assume_constant_result, whose import takes seconds: torch.compile cannot trace the query.
 _no_hopper._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -172,7 +171,7 @@ def _machine(oldest: tuple[int, int]) -> str | None:
     if (refusal := unfenced_triton()) is not None:
         if oldest == HOPPER:
             return refusal
-        warnings.warn(f"{refusal}. Forced kernels run all the same, for timing alone", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{refusal}. Forced kernels run anyway: use them for timing only", RuntimeWarning, stacklevel=2)
     choose_assembler()
     if capability == oldest or capability >= oldest != HOPPER:
         return None
@@ -181,4 +180,4 @@ def _machine(oldest: tuple[int, int]) -> str | None:
     return f"made for compute capability {needs}, this device has {has}{trial}"
 
 
-_instead: dict[int, Launcher] = {}  # by thread
+_instead: dict[int, Launcher] = {}  # by thread id

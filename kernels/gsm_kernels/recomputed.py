@@ -1,4 +1,4 @@
-"""Functions that save nothing but their arguments for backward, which calls them again."""
+"""Activation checkpointing for one function: save only its arguments, and compute it again in backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from .inputs import keep, kept
 
 
 def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Return `function(*arguments)`. Under `torch.compile` the compiler chooses the saved tensors."""
+    """Return `function(*arguments)`, saving only the arguments for backward, which calls the function again.
+
+    Under `torch.compile`, the compiler chooses which tensors to save.
+    """
     return function(*arguments) if torch.compiler.is_compiling() else _Recomputed.apply(function, *arguments)
 
 

@@ -1,8 +1,8 @@
-"""Register a forward that PyTorch cannot trace, and its backward, as opaque operators.
+"""Register functions that PyTorch cannot trace (launches, loops on addresses) as custom operators.
 
     swiglu = register("swiglu", forward, backward=backward, learned=("gate", "up"))
 
-`torch.compile`, recomputation and the profiler then see one operator instead of launches and addresses.
+`torch.compile`, activation checkpointing and the profiler then see one operator.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .inputs import keep, kept, learns, schema
 from .inverse import keeping
 
 Function = Callable[..., Any]
-_thread = threading.local()  # `note`: the function of `notes` in this thread
+_thread = threading.local()  # its attribute `note` is the function given to `notes`
 
 
 def register(
@@ -38,22 +38,22 @@ def register(
     saved: int = 0,
     on_cpu: bool = False,
 ) -> Function:
-    """Register the operator `gsm_kernels::name`, or `gsm_kernels::name_cpu` for a CPU, from functions on raw memory.
+    """Register the operator `gsm_kernels::name`, or `gsm_kernels::name_cpu` for CPUs, and return a function to call it.
 
     Args:
         name: name of the operator.
         forward: takes the arguments; returns the results, then tensors for backward.
-        fake: takes the arguments; returns tensors like those of forward, without data. None: one like the first
-            argument.
-        backward: takes gradients of the results, the saved outputs and the arguments; returns a gradient for each name
-            in `learned`, without elements if that argument is None. It has no derivative of its own.
-        learned: the arguments that get a gradient.
+        fake: takes the arguments; returns uninitialised tensors like those of `forward`. None: one tensor like the
+            first argument.
+        backward: takes gradients of the results, then the saved outputs, then the arguments; returns a gradient for
+            each name in `learned`, an empty tensor if that argument is None. Its own derivative raises RuntimeError.
+        learned: names of the arguments that get a gradient.
         takes: the `Inputs` or the schema of the arguments; None: from the annotations of `forward`.
-        outputs: number of tensors that forward returns.
-        results: number of the first outputs, which callers use and autograd differentiates.
-        saved: number of the last outputs, which backward gets.
-        on_cpu: register for CPUs, and call `forward` directly without a gradient and without an observer. For a decoded
-            token, PyTorch's dispatcher takes longer than the operation.
+        outputs: number of tensors that `forward` returns.
+        results: how many of the first outputs are results, which autograd differentiates.
+        saved: how many of the last outputs are saved for backward.
+        on_cpu: register for CPUs. Calls without gradients then run `forward` directly, unless they are `watched`,
+            because PyTorch's dispatcher would take longer than the operation for one decoded token.
     """
     parameters = takes if isinstance(takes, str) else schema(takes or forward)
     fake = fake or _like_first
@@ -69,7 +69,7 @@ def register(
         back.register_fake(lambda *arguments: _like_learned(arguments[results + saved :], names, learned))
 
         def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            ctx.set_materialize_grads(False)  # outputs that are not results have no gradient, and need no zeros
+            ctx.set_materialize_grads(False)  # no zeros for outputs that are not results
             keep(ctx, inputs, *(output[outputs - saved :] if saved else ()))
 
         op.register_autograd(_gradients_by(back, fake, names, learned, results), setup_context=save)
@@ -78,16 +78,16 @@ def register(
 
     @functools.wraps(forward)
     def call(*arguments: Any, **named: Any) -> Any:
-        """Call the operator, or on a CPU `forward` itself where nothing needs the operator.
+        """Call the operator, or on a CPU `forward` itself if no gradient and no observer needs the operator.
 
         Raises:
-            TypeError: a name that is no argument, or one that is given twice.
+            TypeError: if a keyword is unknown, or an argument is given twice.
         """
         if named or len(arguments) < len(names):
             missing = names[len(arguments) :]
             if any(argument not in missing for argument in named):
                 raise TypeError(
-                    f"{full_name} takes {', '.join(names)}; got {len(arguments)} of them and {', '.join(named)}"
+                    f"{full_name} takes {', '.join(names)}; got {len(arguments)} by position and {', '.join(named)}"
                 )
             arguments += tuple([named[name] if name in named else defaults[name] for name in missing])
         learning = learns(*[arguments[place] for place in places])
@@ -107,7 +107,7 @@ def _like_first(first: Tensor, *_: Any) -> Tensor:
 
 
 def _like_learned(arguments: tuple[Any, ...], names: list[str], learned: tuple[str, ...]) -> Any:
-    """Return gradients without data."""
+    """Return uninitialised gradients of the arguments in `learned`, empty for an argument that is None."""
     empty = next(x for x in arguments if isinstance(x, Tensor)).new_empty(0)
     by_name = dict(zip(names, arguments, strict=True))
     tensors = (empty if by_name[name] is None else by_name[name] for name in learned)
@@ -119,8 +119,8 @@ def _gradients_by(back: Function, fake: Function, names: list[str], learned: tup
 
     @once
     def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return a gradient for each argument of the operator; None for those without one. An output that nothing
-        has used gives zeros to `back`."""
+        """Return a gradient for each argument of the operator; None for those without one. The gradient of an unused
+        result is passed to `back` as zeros."""
         arguments, *tensors = kept(ctx, lambda *inputs: inputs)
         grads = grads[:results]
         if any(grad is None for grad in grads):
@@ -135,10 +135,10 @@ def _gradients_by(back: Function, fake: Function, names: list[str], learned: tup
 
 
 def watched() -> bool:
-    """Return whether something observes the operators of this call: a compiler, selective recomputation, fake tensors.
+    """Return whether something observes operators: a compiler, selective checkpointing, or fake tensors.
 
-    Then a loop must be an operator, because a write through an address is invisible to an observer. Inside `notes` this
-    is not needed.
+    A compiled loop must then run as an operator, because its writes through addresses are invisible to an observer.
+    The dispatch mode of `notes` does not count, because it is told of each loop.
     """
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > noted()
 
@@ -149,17 +149,17 @@ def noted() -> bool:
 
 
 def take_note(repeat: Callable[[], None], arguments: tuple[Tensor | float, ...]) -> None:
-    """Pass a replay of a loop, and the loop's arguments, to the function of `notes`, if there is one."""
+    """Pass a function that repeats a loop, and the loop's arguments, to the function given to `notes`, if any."""
     if noted():
         _thread.note(repeat, arguments)
 
 
 @contextmanager
 def notes(note: Callable[[Callable[[], None], tuple[Tensor | float, ...]], None]) -> Iterator[None]:
-    """Call `note` for each loop that this thread runs inside the block.
+    """Call `note(repeat, arguments)` for each compiled loop that this thread runs inside the block.
 
-    Its arguments are a function that repeats the loop on the same tensors, and the loop's arguments, which must live as
-    long. A dispatch mode needs this because it sees all operators except these loops.
+    A dispatch mode that records a call needs this, because it sees operators but not loops. `repeat()` runs the loop
+    again on the same tensors; keep `arguments` alive as long as it may be called.
     """
     before, _thread.note = getattr(_thread, "note", None), note
     try:

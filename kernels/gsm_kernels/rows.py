@@ -1,7 +1,7 @@
-"""Rows in chunks: ranges of rows of all sequences for PyTorch, and chunks of [B,R,...] for kernels.
+"""Split [B,R,...] into chunks of rows: slices of R for PyTorch, and `Rows` for kernels.
 
-A kernel that works in chunks takes rows [row0, row0 + rows) of the sequences from batch0 on; `line` counts the rows of
-a chunk, and a chunk's buffers have one line per row.
+A kernel that works in chunks takes rows [row0, row0 + rows) of `batches` sequences from batch0 on. A line is a row of
+the chunk, counted from 0 over all its sequences; the buffers of a chunk have one line per row.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-SCRATCH = 12 << 20  # 4-byte elements in a chunk's buffers, about the L2 cache of a Hopper GPU
+SCRATCH = 12 << 20  # 4-byte elements in the buffers of a chunk: 48 MiB, about the L2 cache of a Hopper GPU
 
 
 def slices(rows: int, step: int) -> list[slice]:
-    """Split all rows into ranges of `step`; the last range may be shorter."""
+    """Split range(rows) into slices of `step`; the last may be shorter."""
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
@@ -29,18 +29,20 @@ class Rows(NamedTuple):
 
     @property
     def lines(self) -> int:
-        """Number of rows in all its sequences."""
+        """Number of rows in all sequences of the chunk."""
         return self.batches * self.rows
 
     def place(self, length: int) -> tuple[int, int, int, int]:
-        """Return its place among sequences of `length` rows, as kernels take it: batch0, row0, rows, R."""
+        """Return the arguments that kernels take, for sequences of `length` rows: batch0, row0, rows, R."""
         return self.batch0, self.row0, self.rows, length
 
 
 def row_chunks(shape: Sequence[int], per_row: int) -> Iterator[Rows]:
-    """Yield chunks of a [B,R,...]: whole sequences, or rows of a sequence. Their buffers fit the scratch memory.
+    """Yield the chunks of a [B,R,...], each several whole sequences or some rows of one, with buffers up to SCRATCH.
 
-    `per_row` is the number of elements per row in these buffers.
+    Args:
+        shape: B, R, and any further sizes.
+        per_row: 4-byte elements per row in the buffers of a chunk.
     """
     batch, rows = shape[:2]
     fit = max(SCRATCH // max(per_row, 1), 1)
@@ -54,5 +56,5 @@ def row_chunks(shape: Sequence[int], per_row: int) -> Iterator[Rows]:
 
 
 def lines_of(x: Tensor, part: Rows) -> Tensor:
-    """Return the lines of a chunk in a contiguous [B,R,...], where they are adjacent."""
+    """Return the lines of a chunk, [lines,...], as a view of a contiguous [B,R,...]."""
     return x.flatten(0, 1)[part.batch0 * x.shape[1] + part.row0 :][: part.lines]

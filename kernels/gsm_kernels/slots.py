@@ -1,4 +1,4 @@
-"""Slots of a bank or a cache: masks of the visible ones, and gathers of the selected ones."""
+"""Masks of the slots of a bank or a cache that a row sees, and gathers of the slots that it selects."""
 
 from __future__ import annotations
 
@@ -7,22 +7,29 @@ from torch import Tensor
 
 
 def visible(slots: int, first_BR: Tensor, last_BR: Tensor) -> Tensor:
-    """Return the mask of slots in a row's range [first, last), bool [B,R,F]."""
+    """Return which slots are in a row's range [first, last), bool [B,R,F]."""
     slot_F = torch.arange(slots, device=first_BR.device)
     return (slot_F >= first_BR[..., None]) & (slot_F < last_BR[..., None])
 
 
 def slots_visible(slots: int, first_BR: Tensor, last_BR: Tensor, pool_BRN: Tensor | None, block: int) -> Tensor:
-    """Return the mask of slots that a row may select, bool [B,R,F]: in [first, last), and in its pool if it has one."""
+    """Return which slots a row may select, bool [B,R,F]: those in [first, last), and in its pool if there are pools.
+
+    Args:
+        slots: F.
+        first_BR, last_BR: the range of each row.
+        pool_BRN: numbers of the blocks in each row's pool, -1 for none; None: no pools.
+        block: slots per block; block n begins at slot first + n * block.
+    """
     if pool_BRN is None:
         return visible(slots, first_BR, last_BR)
     return visible_blocks(slots, first_BR, last_BR, pool_BRN[:, :, None], block)[:, :, 0]
 
 
 def visible_blocks(slots: int, first_BR: Tensor, last_BR: Tensor, chosen_BRGN: Tensor, block: int) -> Tensor:
-    """Return the mask of slots in [first, last) and in a row's chosen blocks for each group, bool [B,R,G,F].
+    """Return which slots are in [first, last) and in the chosen blocks of a row and group, bool [B,R,G,F].
 
-    Block n begins at slot first + n * block; -1 means no block.
+    Block n begins at slot first + n * block; -1 is no block.
     """
     blocks = slots // block + 1
     member = torch.zeros(*chosen_BRGN.shape[:3], blocks + 1, dtype=torch.bool, device=chosen_BRGN.device)
@@ -34,11 +41,11 @@ def visible_blocks(slots: int, first_BR: Tensor, last_BR: Tensor, chosen_BRGN: T
 
 
 def gather_slots(bank_BFX: Tensor, index_BRK: Tensor) -> Tensor:
-    """Return the entries at an index, [B*R,K,X]; for no entry (-1), slot 0, or zeros if the bank is empty."""
+    """Return the entries at an index, [B*R,K,X]. For -1, return slot 0, or zeros if the bank is empty: mask these."""
     shape = (index_BRK.shape[:2].numel(), index_BRK.shape[2], bank_BFX.shape[2])
     if bank_BFX.shape[1] == 0:
         return bank_BFX.new_zeros(shape)
-    if not bank_BFX.is_contiguous():  # the first slots of larger banks: flattening the batch would copy all of them
+    if not bank_BFX.is_contiguous():  # a view of a larger bank's first slots, which `flatten` would copy
         batch = torch.arange(len(bank_BFX), device=bank_BFX.device)[:, None, None]
         return bank_BFX[batch, index_BRK.clamp(min=0)].reshape(shape)
     flat = flat_slots(index_BRK, bank_BFX.shape[1])
@@ -46,7 +53,7 @@ def gather_slots(bank_BFX: Tensor, index_BRK: Tensor) -> Tensor:
 
 
 def flat_slots(index_BRK: Tensor, slots: int) -> Tensor:
-    """Return indices into a bank with a flattened batch; slot 0 for no entry (-1)."""
+    """Return the flattened index [B*R*K] into a bank [B*F,...]; -1 becomes slot 0 of its sequence."""
     slot_BRK = index_BRK.clamp(min=0)
     if len(index_BRK) > 1:
         slot_BRK = slot_BRK + torch.arange(len(index_BRK), device=index_BRK.device)[:, None, None] * slots

@@ -1,4 +1,4 @@
-"""Losses whose gradients are computed with them, in forward."""
+"""Losses whose gradients are computed in forward, together with the loss."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .inputs import learns
 def with_gradients(
     loss: Tensor, learned: Sequence[Tensor], grads: Sequence[Tensor | None], factor: Tensor | None = None
 ) -> Tensor:
-    """Return a loss with gradients that backward only multiplies.
+    """Return a loss whose backward multiplies the given gradients by the incoming gradient and `factor`.
 
     Args:
-        loss: a scalar, computed under `no_grad`, as all the others.
+        loss: a scalar. Compute it, `grads` and `factor` under `no_grad`.
         learned: the tensors that may need a gradient.
-        grads: a gradient of each, in any dtype; the gradient of a tensor that needs none is not used.
-        factor: a scalar that multiplies them in backward; None: 1.
+        grads: the gradient of each, in any dtype; ignored for a tensor that needs none.
+        factor: a scalar; None: 1.
     """
     if not learns(*learned):
         return loss

@@ -1,5 +1,7 @@
-"""Functions for notebooks: small trained models, finished runs, and pictures. Needs matplotlib:
-``pip install -c constraints.txt -e '.[notebook]'``."""
+"""Functions for notebooks: small trained models, finished runs, and pictures.
+
+Install matplotlib and Jupyter with ``pip install -c constraints.txt -e '.[notebook]'``.
+"""
 
 from __future__ import annotations
 
@@ -40,17 +42,18 @@ WIDTH, HEIGHT = 7.3, 3.0  # size of a page-wide picture, in inches
 
 
 def trained(arm: str = "gsm", *overrides: str) -> tuple[LanguageModel, SyntheticData]:
-    """Return a model of ``experiment=_notebook`` with its task.
+    """Return a trained model of ``experiment=_notebook`` with its task.
 
-    Without overrides it is the packaged model. With overrides it is trained once, which takes a few minutes, and then
-    loaded from the cache (``GSM_CACHE``).
+    Without overrides it is the packaged model, if there is one for the arm. Otherwise the first call trains it, which
+    takes a few minutes, and later calls load it from the cache (``GSM_CACHE``).
 
     Args:
         arm: an arm of ``configs/experiment/_notebook.yaml``.
         overrides: overrides of the training, as on the command line.
 
     Raises:
-        ValueError: there is no such arm. ConfigError: an override that the command line would refuse.
+        ValueError: there is no such arm.
+        ConfigError: an override is invalid.
     """
     packaged = paths.trained().get(f"needle_{arm}")
     if packaged and not overrides:
@@ -66,31 +69,37 @@ def trained(arm: str = "gsm", *overrides: str) -> tuple[LanguageModel, Synthetic
         assert run.config, "the arms of this experiment only train"
         if not run.finished():
             print(f"Training {run.label} for {run.config['trainer']['max_steps']} steps, once:", flush=True)
-            train(run.config)  # waits where another notebook trains it
+            train(run.config)  # waits if another notebook trains the same run
     return load(runs[-1].find_folder())
 
 
 def load(folder: str | Path) -> tuple[LanguageModel, SyntheticData]:
-    """Load the model of a checkpoint on a synthetic task, such as that of the run ``logs/<name>/<arm>-seed<k>``.
+    """Load a model that was trained on a synthetic task.
+
+    Args:
+        folder: the folder of a run, such as ``logs/<name>/<arm>-seed<k>``, or another checkpoint.
 
     Returns:
-        The model, in evaluation mode, and its task.
+        The model, in evaluation mode, and its data, with the task in ``data.task``.
 
     Raises:
-        ValueError: it was trained on text. FileNotFoundError, CheckpointError: as ``load_model``.
+        ValueError: the model was trained on text.
+        FileNotFoundError, CheckpointError: as in ``load_model``.
     """
     model, data = load_model(folder), vetted_node(read_checkpoint(folder, weights=False), "data", folder)
     if "task" not in data:
         raise ValueError(
-            f"folder must be of a run on a synthetic task, such as data=needle, got {folder}, trained on text"
+            f"folder must be of a run on a synthetic task, such as data=needle, got {folder}, which was trained on text"
         )
     return model, instantiate(data, "data")
 
 
 def finished_runs(folder: str | Path | None = None) -> list[RunSummary]:
-    """Return the finished runs of an experiment, ``logs/<name>``, with arms in the experiment's order.
+    """Return the finished runs of an experiment, with arms in the order of the experiment.
 
-    By default it is the experiment that ended last, or the packaged needle models if there is none.
+    Args:
+        folder: ``logs/<name>``; None: the experiment of the finished run that started last, or the packaged needle
+            models if there is none.
 
     Raises:
         FileNotFoundError: no run in the folder has finished.
@@ -107,9 +116,12 @@ def finished_runs(folder: str | Path | None = None) -> list[RunSummary]:
 
 
 def save(figure: Figure, name: str) -> list[Path]:
-    """Write a figure for print: ``name.pdf`` and ``name.svg``, with text as text, and ``name.png`` at 300 dpi.
+    """Write a figure for print as ``name.pdf`` and ``name.svg``, with selectable text, and ``name.png`` at 300 dpi.
 
-    Example: ``notebook.save(notebook.show_state(model, seen), "figures/state")``.
+        notebook.save(notebook.show_state(model, seen), "figures/state")
+
+    Returns:
+        The three files.
     """
     import matplotlib
 
@@ -122,41 +134,44 @@ def save(figure: Figure, name: str) -> list[Path]:
 
 
 def text(checkpoint: str | Path, source: str, tokens: int) -> Tensor:
-    """Return the first ``tokens`` tokens of a text with a checkpoint's tokenizer, int64 [T].
+    """Return the first ``tokens`` tokens of a text by the tokenizer of a checkpoint, int64 [T].
 
-    Errors as in ``gsm.load_model``.
+    Raises:
+        FileNotFoundError, CheckpointError: as in ``gsm.load_model``.
     """
     return torch.tensor(load_tokenizer(checkpoint).encode(source)[:tokens])
 
 
 def words(named: LanguageModel | Task | None, source: str | Tensor) -> list[str]:
-    """Return the tokens of a text or a task in writing, for the axes of pictures: ``the``, ``K8``, ``V3``; a key that
-    is asked about is ``K8?``. Spaces and line breaks become signs.
+    """Return the texts of tokens for the axes of pictures: ``the``, ``K8``, ``V3``.
+
+    A key that is asked about is ``K8?``. Spaces and line breaks become visible signs.
 
     Args:
-        named: a model that has learned from text, or ``data.task`` of a synthetic run; None: numbers.
+        named: a model with a tokenizer, or ``data.task`` of a synthetic run; None: the tokens become plain numbers.
         source: a text, or tokens, int64 [T].
 
     Raises:
-        ValueError: a text, and no tokenizer.
+        ValueError: ``source`` is a text, and there is no tokenizer.
     """
     task = None if isinstance(named, LanguageModel) else named
     asked = {question.key for question in questions_of(task, source)} if isinstance(source, Tensor) else set()
     signs = str.maketrans({"\n": "↵", " ": "·", "\t": "→", "$": r"\$"})  # matplotlib reads formulas between dollars
-    signs |= dict.fromkeys(range(0x2400, 0x2440), "�")  # pictures of control characters, which matplotlib's font lacks
+    signs |= dict.fromkeys(range(0x2400, 0x2440), "�")  # missing in matplotlib's font
     written = [word.translate(signs) for word in tokens(named, source)]
     return [word + "?" if place in asked else word for place, word in enumerate(written)]
 
 
 def arms(folder: str | Path, seed: int | None = None) -> dict[str, tuple[LanguageModel, SyntheticData]]:
-    """Load a model of each arm of an experiment on a synthetic task, with its task (``load``).
+    """Load a model of each arm of an experiment on a synthetic task, with its task, as ``load`` does.
 
     Args:
         folder: ``logs/<name>``.
-        seed: of the runs; None: the first of each arm.
+        seed: seed of the runs; None: the first finished run of each arm.
 
     Raises:
-        FileNotFoundError: no run has finished, or none of that seed. ValueError: as ``load``.
+        FileNotFoundError: no run has finished, or none with this seed.
+        ValueError: the models were trained on text.
     """
     runs = {run.arm: run for run in reversed(finished_runs(folder)) if seed in (None, run.seed)}
     if not runs:
@@ -165,7 +180,7 @@ def arms(folder: str | Path, seed: int | None = None) -> dict[str, tuple[Languag
 
 
 class States(dict[str, dict[str, float]]):
-    """What ``compare_states`` finds, by model and name of the number; printed as a table."""
+    """The result of ``compare_states``: numbers by model and by name, printed as a table."""
 
     def __repr__(self) -> str:
         columns = list(dict.fromkeys(column for facts in self.values() for column in facts))
@@ -175,13 +190,16 @@ class States(dict[str, dict[str, float]]):
 
 
 def compare_states(models: Mapping[str, GSM], token_BT: Tensor) -> States:
-    """Return numbers of the models' states for the same text, by model: ``state/norm``, the mean length of z;
-    ``state/effective_rank`` of the state that the last row sees; in a model with stages ``state/share/encoder`` and
-    ``state/share/stage<s>``, the share of z that comes each way.
+    """Return numbers about the states of several models for the same text.
 
     Args:
         models: by name.
-        token_BT: int64, one document a sequence.
+        token_BT: int64; each sequence is one document.
+
+    Returns:
+        By model: ``state/norm``, the mean Euclidean length of z; ``state/effective_rank`` of the state that the last
+        row sees; and for a model with stages ``state/share/encoder`` and ``state/share/stage<s>``, the shares of z by
+        route.
     """
     states = States()
     for name, model in models.items():
@@ -192,14 +210,20 @@ def compare_states(models: Mapping[str, GSM], token_BT: Tensor) -> States:
 
 
 def show_one(draw: Callable[..., None], *arguments: Any, height: float = HEIGHT, **options: Any) -> Figure:
-    """Draw one picture of ``gsm.analysis.figures`` or ``gsm.plots``; their arguments but the axes."""
+    """Draw one picture on a new figure.
+
+    Args:
+        draw: a function of ``gsm.analysis.figures`` or ``gsm.plots``.
+        arguments, options: its arguments after the axes.
+        height: height of the figure in inches.
+    """
     figure, (axes,) = plots.figure(width=WIDTH, height=height)
     draw(axes, *arguments, **options)
     return figure
 
 
 def show_beside(draws: Sequence[Callable[[Axes], None]], height: float = HEIGHT, grid: bool = True) -> Figure:
-    """Draw several pictures side by side, at most three in a row; each is a function of its axes."""
+    """Draw several pictures side by side, at most three in a row; each function of ``draws`` takes its axes."""
     columns = min(3, len(draws))
     figure, panels = plots.figure(columns, WIDTH / columns, height, grid, rows=-(-len(draws) // columns))
     for draw, axes in zip(draws, panels, strict=False):
@@ -210,9 +234,11 @@ def show_beside(draws: Sequence[Callable[[Axes], None]], height: float = HEIGHT,
 
 
 def explore(draw: Callable[[int], Figure], choices: Sequence[int]) -> Any:
-    """Show the picture of a number chosen with a slider; without ipywidgets, the picture of the first number.
+    """Show a slider, and below it the picture of the chosen number; without ipywidgets, the picture of the first.
 
-    An error in a later picture stands below the slider.
+    Args:
+        draw: returns the picture of a number.
+        choices: the numbers.
     """
     try:
         import ipywidgets
@@ -222,20 +248,22 @@ def explore(draw: Callable[[int], Figure], choices: Sequence[int]) -> Any:
     slider, below = ipywidgets.SelectionSlider(options=list(choices), value=choices[0]), ipywidgets.Output()
 
     def show(change: Any) -> None:
-        with below:  # it shows an error in place of the picture
+        with below:  # an error is shown in place of the picture
             below.clear_output(wait=True)
             display(draw(change["new"]))
 
     slider.observe(show, names="value")
-    first = draw(choices[0])  # outside of the block, so that an error is the cell's
+    first = draw(choices[0])  # outside of the block, so that the cell raises an error
     with below:
         display(first)
     return ipywidgets.VBox([slider, below])
 
 
 def show_curves(runs: Sequence[RunSummary], metric: str = "val/loss") -> Figure:
-    """Draw learning curves: one line per arm, the mean over its seeds, in a band from the lowest to the highest. If no
-    run has two values of the metric, as after a single validation, draw the training loss."""
+    """Draw learning curves: per arm a line, the mean over its seeds, and a band from the lowest to the highest seed.
+
+    If no run has two values of the metric, as after a single validation, draw the training loss instead.
+    """
     arms: dict[str, list[dict[Any, float]]] = {}
     for run in runs:
         values = read_metrics(run.curves).get(metric)
@@ -246,7 +274,7 @@ def show_curves(runs: Sequence[RunSummary], metric: str = "val/loss") -> Figure:
 
 
 def show_values(runs: Sequence[RunSummary], columns: Sequence[str]) -> Figure:
-    """Draw columns of the summaries: one panel per column, one row per arm, one dot per seed."""
+    """Draw columns of ``summary.json``: one panel per column, one row per arm, one dot per seed."""
     by_arm = {run.arm: [other for other in runs if other.arm == run.arm] for run in runs}
     figure, panels = plots.figure(len(columns), width=WIDTH / len(columns), height=1.1 + 0.35 * len(by_arm))
     for axes, column in zip(panels, columns, strict=True):
@@ -254,19 +282,19 @@ def show_values(runs: Sequence[RunSummary], columns: Sequence[str]) -> Figure:
         plots.seeds(axes, values, plots.label(column))
         axes.locator_params(axis="x", nbins=3)
     for axes in panels[1:]:
-        axes.tick_params(labelleft=False)  # the first panel has the names of the arms
+        axes.tick_params(labelleft=False)  # the first panel shows the names of the arms
     return figure
 
 
 def show_costs(models: Sequence[str], size: str, lengths: Sequence[int]) -> Figure:
-    """Draw the cost model's numbers for prefill, a decoded token and the cache, in three panels.
+    """Draw the cost of prefill, of a decoded token, of its decoder's part, and of the cache, in four panels.
 
     Args:
-        models: variants of the group ``model``.
+        models: variants of the config group ``model``.
         size: size of all models.
         lengths: lengths in tokens.
     """
-    with torch.device("meta"):  # without memory for the weights
+    with torch.device("meta"):  # allocates no weights
         costs = {name: cost(build_model(name, size)) for name in models}
     panels: dict[str, Callable[[Cost, int], float]] = {
         "prefill (GFLOP per token)": lambda cost, tokens: cost.prefill_flops(tokens).total() / tokens / 1e9,
@@ -289,12 +317,12 @@ def show_costs(models: Sequence[str], size: str, lengths: Sequence[int]) -> Figu
 
 
 def _of_decoder(parts: Parts) -> float:
-    """Return the part of the decoder's layers, whose keys begin with ``decoder/``."""
+    """Return the sum over the decoder's layers."""
     return sum(value for name, value in parts.items() if name.startswith("decoder/"))
 
 
 def picture(file: str | Path, command: str) -> Any:
-    """Return the PNG of a file for display in a notebook; without one, print the command that draws it."""
+    """Return a PNG file for display in a notebook; if it does not exist, print the command that draws it."""
     from IPython.display import Image
 
     if Path(file).is_file():
@@ -304,7 +332,7 @@ def picture(file: str | Path, command: str) -> Any:
 
 
 def describe(seen: Recording) -> str:
-    """Describe each recorded tap in one line: name, shape, dtype."""
+    """Return one line for each recorded tap: name, shape, dtype."""
     return str(Taps.of(seen))
 
 
@@ -315,14 +343,14 @@ def show_attention(
     words: Sequence[str] = (),
     heads: Sequence[int | None] = (None,),
 ) -> Figure:
-    """Draw attention maps of the first sequence on one scale, two in a row.
+    """Draw attention maps of the first sequence with one colour scale, two in a row.
 
     Args:
-        model: the model that was recorded, of any kind.
-        seen: as of ``attention.attention_map``; errors as there.
-        names: ``encoder/3``, ``stage/1``, ``decoder/5``; a map for each.
-        words: the tokens, for the axes.
-        heads: a map for each head; None: the mean over heads.
+        model: the recorded model, of any kind.
+        seen: a recording as for ``attention.attention_map``, which also defines the errors.
+        names: one map for each of these layers and stages: ``encoder/3``, ``stage/1``, ``decoder/5``.
+        words: texts of the tokens, for the axes.
+        heads: one map for each of these heads; None is the mean over heads.
     """
     maps = {
         name if head is None else f"{name}, head {head}": attention_map(model, seen, name, head=head)
@@ -342,7 +370,7 @@ def show_attention(
 def show_routes(
     routes: Routes, rows: Sequence[int], needle_places: Sequence[int] = (), words: Sequence[str] = ()
 ) -> Figure:
-    """Draw the sources of the entries of some rows (``figures.route_map``), one panel per route."""
+    """Draw the sources of the state entries of some rows, one panel per route; see ``figures.route_map``."""
     figure, panels = plots.figure(1, width=WIDTH, height=0.6 + 0.14 * len(rows), grid=False, rows=len(routes.names))
     for axes, way in zip(panels, routes.names, strict=True):
         figures.route_map(axes, routes, way, rows, needle_places, words)
@@ -354,8 +382,8 @@ def show_routes(
 
 
 def show_states(states: States) -> Figure:
-    """Draw what ``compare_states`` has found: a row for each model, and a panel each for the length of z, for the
-    effective rank, and for the shares of z."""
+    """Draw the result of ``compare_states``: one row per model, and panels for the length of z, the effective rank, and
+    the shares of z."""
     figure, panels = plots.figure(3, width=WIDTH / 3, height=1.3 + 0.25 * len(states))
     numbers = {"state/norm": "length of z", "state/effective_rank": "effective rank"}
     for axes, (name, label) in zip(panels, numbers.items(), strict=False):
@@ -364,13 +392,17 @@ def show_states(states: States) -> Figure:
         axes.set_xlim(0, None)
     figures.shares(panels[2], states, "share of z")
     for axes in panels[1:]:
-        axes.tick_params(labelleft=False)  # the first panel has the names of the models
+        axes.tick_params(labelleft=False)  # the first panel shows the names of the models
     return figure
 
 
 def show_increments(seen: Recording, words: Sequence[str] = ()) -> Figure:
-    """Draw the norms of the encoder's output e, of every stage's increment, and of z, by position; ``words`` are the
-    tokens."""
+    """Draw the norms of the encoder's output e, of every stage's increment, and of z, by position.
+
+    Args:
+        seen: a recording of ``state/e``, ``state/z`` and ``stage/*/increment``.
+        words: texts of the tokens, for the axis.
+    """
     figure, (axes,) = plots.figure(width=WIDTH, height=HEIGHT)
     names = ["state/e", *sorted(name for name in seen if name.endswith("/increment")), "state/z"]
     for name, style in plots.styles(names).items():
@@ -383,8 +415,10 @@ def show_increments(seen: Recording, words: Sequence[str] = ()) -> Figure:
 
 
 def show_state(model: GSM, seen: Recording) -> Figure:
-    """Draw the decoder's attention to the shared state: one line per layer, one column per entry, the sink on the
-    right. The scale is even, and ends at the highest weight."""
+    """Draw the decoder's attention to the shared state: one line per layer, one column per entry, at last the sink.
+
+    The colour scale is linear, up to the highest weight.
+    """
     weight_LE, layers = decoder_attention(model, seen), decoder_layers(model)
     figure, (axes,) = plots.figure(width=WIDTH, height=2.2, grid=False)
     longest = layers[int(weight_LE.isnan().sum(1).argmin())]
@@ -397,7 +431,7 @@ def show_state(model: GSM, seen: Recording) -> Figure:
 
 @torch.no_grad()
 def show_memory(model: LanguageModel, token_T: Tensor, lengths: Sequence[int]) -> Figure:
-    """Draw the size of a model's memory by number of tokens, as stacked areas by kind.
+    """Draw the size of a model's memory against the number of tokens, as stacked areas by kind.
 
     Args:
         model: any model.

@@ -1,4 +1,4 @@
-"""Named taps: points at which tensors inside a model can be recorded and replaced. They cost nothing while unused.
+"""Named taps: points in a model whose tensors can be recorded and replaced. They cost nothing while unused.
 
     x_BRD = tap("stage/2/increment", x_BRD)               # in the model: returns its argument ...
 
@@ -10,41 +10,44 @@
     with patch("state/entries", lambda entry_BEC: 0 * entry_BEC):       # ... or returns a replacement
         model(tokens)
 
-`gsm.taps(model)` lists the names of a model, with shapes and dtypes. Layers and stages are numbered from 1, the
-decoder's layers after the encoder's. T positions enter a layer and R rows leave it: in prefill upper layers compute the
-last R alone. X residual streams, E window entries and F slots, stored and new:
+`gsm.taps(model)` lists the taps of a model, with shapes and dtypes. Layers and stages are numbered from 1; the numbers
+of decoder layers follow those of the encoder. Letters: T positions that enter a layer, R rows that leave it (in
+prefill, upper layers compute only the last R), D width, X residual streams, H heads, C channels, E window entries and F
+slots, both stored and new.
 
-    position             place in the document, -1 for padding
-    embedding, hidden    input of the first layer, output of the last, before the final norm
-    state/e, state/z     the encoder's output, and the writer's combination of it with the stages' increments
+    position             position in the document, -1 for padding
+    embedding, hidden    input of the first layer; output of the last layer, before the final norm
+    state/e, state/z     output of the encoder; the writer's combination of it with the stages' increments
     state/entries        [B, E, C] the entries that all decoder layers read
 
 In each layer, `encoder/<l>/...` and `decoder/<l>/...`:
 
-    stream               [B, T, D] what the attention reads, before its norm: the residual stream. With several streams
-                         their read-out, and a replacement changes only what is read here
+    stream               [B, T, D] input of the attention before its norm: the residual stream, or what is read from
+                         several streams. With several streams, a replacement changes only this input
     stream/between       [B, R, D] the same before the feed-forward
-    stream/after         [B, R, D] the same behind the layer, where the next layer or the head reads
-    streams, streams/between    [B, T, X, D] the residual streams themselves, where there are several
-    attention, feed_forward     [B, R, D] what both add to the stream
-    query                [B, R, H, C] queries before rotation; in a recurrence what reads the state
+    stream/after         [B, R, D] the same after the layer, as input of the next layer or the head
+    streams, streams/between    [B, T, X, D] the residual streams, if there are several
+    attention, feed_forward     [B, R, D] the outputs that are added to the stream
+    query                [B, R, H, C] queries before rotation; in a recurrence, the vectors that read the state
     heads                [B, R, H, C] output of each head, before the output projection
-    weights              [B, R, H, ...] attention: window from old to new, selected slots, sink; or the last M entries,
-                         sink; or F tokens. Rows sum to 1
-    window               [B, E, C] entries, key and value at once
-    latent, bank         [B, G, C], [B, F, C] of a layer with its own bank: new latents of this call, before rotation,
-                         from which entries and index keys are made; and its entries, stored and new
-    top_k                int64 [B, R, K] slots that the layer reads, from its own selection or not, -1 for none
-    key, value           [B, F, G, C] of G separate key heads, keys rotated; what a recurrence writes, [B, T, H, C]
-    state                [B, H, C, C] of a recurrence, after the call; [B, H, M, 2 C] for M slots, key and value side by
-                         side; [B, H, C + 2, C] in Mamba-3, with the last token's key and value in the last two rows
+    weights              [B, R, H, ...] attention weights of the window from old to new, the selected slots, and the
+                         sink; or of the last M entries and the sink; or of F tokens. Rows sum to 1
+    window               [B, E, C] entries, each both key and value
+    latent, bank         in a layer with its own bank: [B, G, C] new latents of this call before rotation, from which
+                         entries and index keys are computed; and [B, F, C] its entries
+    top_k                int64 [B, R, K] slots that the layer reads, also if another layer selected them; -1 for none
+    key, value           [B, F, G, C] of G separate key heads, with rotated keys; in a recurrence, [B, T, H, C] the
+                         vectors that are written to the state
+    state                [B, H, C, C] state of a recurrence after the call; with M slots [B, H, M, 2 C], keys and values
+                         concatenated; in Mamba-3 [B, H, C + 2, C], with the last token's key and value in the last two
+                         rows
 
-In each stage, `stage/<s>/...`: `query`, `top_k`, `weights` and `heads` as in a layer, and `increment`, [B, R, D], its
-addition to r. NSA has keys, values and weights of three branches, `compressed/key`, ... A part of one's own may have
-more taps.
+In each stage, `stage/<s>/...`: `query`, `top_k`, `weights` and `heads` as in a layer, and `increment`, [B, R, D], which
+is added to r. NSA has keys, values and weights of three branches, `compressed/key`, ... Your own parts can have more
+taps.
 
 The design follows the named probes of facebookresearch/lingua. In addition, recordings nest, patterns select taps, taps
-can be replaced, and taps vanish under `torch.compile`.
+can be replaced, and unused taps do not appear in graphs of `torch.compile`.
 """
 
 from __future__ import annotations
@@ -63,9 +66,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from gsm.models.base import LanguageModel
 
-# Ids of the recordings and patches of the whole process: a compiled graph can read this list, but no context variable.
+# Ids of all recordings and patches of the process. Compiled code can read this list, but not a context variable.
 _listening: list[int] = []
-# Recordings and patches of this thread, or asyncio task. Only these affect a call.
+# The recordings and patches of this thread or asyncio task, which alone affect its calls.
 _listeners: ContextVar[tuple[Recording | Patch, ...]] = ContextVar("_listeners", default=())
 _called: ContextVar[Any] = ContextVar("_called", default=None)  # the model of the current call, while anything listens
 
@@ -77,12 +80,12 @@ class Named(Protocol):
 
 
 Name = str | tuple[Named, str]
-"""The name of a tap. A pair of a part and a word means ``<name of the part>/<word>``, joined only when the tap is in
-use: a compiled block that reads its name would not share one graph with all blocks of its kind."""
+"""The name of a tap, or a pair of a part and a word, which means ``<name of the part>/<word>``. The pair is joined only
+while the tap is in use: if compiled blocks read their names, they could not share a graph."""
 
 
 def full_name(name: Name) -> str:
-    """Return the full name of a tap."""
+    """Return the name of a tap as a string."""
     return name if isinstance(name, str) else f"{name[0].name}/{name[1]}"
 
 
@@ -93,14 +96,14 @@ def tap(name: Name, value: Callable[[], Tensor]) -> Tensor | None: ...
 def tap(name: Name, value: Tensor | Callable[[], Tensor], fixed: str = "") -> Tensor | None:
     """Record a tensor under a name; return it, or the replacement of a patch.
 
-    An expensive tensor, such as attention weights that a kernel never materialises, is passed as a function. It is
-    called only when the tap is in use, and then once. The result is then None, or the replacement of a patch, with
-    which the caller must compute its output.
+    Pass an expensive tensor, such as attention weights that a kernel does not materialise, as a function. It is called
+    at most once, and only while the tap is in use. The result is then None, or the replacement of a patch, from which
+    the caller must compute its output.
 
     Args:
         name: name of the tap.
         value: the tensor, or a function that computes it.
-        fixed: the reason why the tensor cannot be replaced, and the remedy; empty: it can be.
+        fixed: for a tensor that cannot be replaced, the reason and the remedy; otherwise empty.
     """
     if _listening:
         return _record_and_patch(name, value, fixed)
@@ -108,39 +111,42 @@ def tap(name: Name, value: Tensor | Callable[[], Tensor], fixed: str = "") -> Te
 
 
 class Observable:
-    """Base of language models, which announce each of their calls with `called`."""
+    """Base class of language models, which call `called` at the start of each call."""
 
 
 def called(model: Observable) -> None:
-    """Announce a call: the following taps belong to ``model``."""
+    """Declare that the following taps belong to a call of ``model``."""
     if _listening:
         _set_model(model)
 
 
 def observed() -> bool:
-    """Return whether there is a recording or a patch in this thread."""
+    """Return whether a recording or a patch is active in this thread."""
     return bool(_listening) and bool(_listeners.get())
 
 
 def patching() -> bool:
-    """Return whether there is a patch in this thread."""
+    """Return whether a patch is active in this thread."""
     return bool(_listening) and any(isinstance(listener, Patch) for listener in _listeners.get())
 
 
 @contextmanager
 def record(*patterns: str, detach: bool = True) -> Iterator[Recording]:
-    """Record every tap with a name that matches any of the patterns; without patterns, every tap.
+    """Record the taps whose names match any of the patterns inside the block; without patterns, all taps.
 
-    Patterns are shell patterns, and `*` also matches slashes: `"stage/*"` matches `"stage/2/weights"`. Recordings nest,
-    each with its own patterns. Tensors are detached copies, so that later writes to a static memory do not change them;
-    `detach=False` stores the tensors themselves with their autograd graph. With a patch, the replacement is recorded.
-    Calls of other threads are neither recorded nor patched.
+    Recordings nest, each with its own patterns. With a patch, the replacement is recorded. Calls of other threads are
+    not recorded.
 
     A compiled model is compiled again for a recording, with a graph break at every tap. A model compiled with
     `fullgraph=True` raises an error: record from the model before `torch.compile`.
 
+    Args:
+        patterns: shell patterns, in which `*` also matches slashes: `"stage/*"` matches `"stage/2/weights"`.
+        detach: record detached copies, which later writes to a static memory do not change; False: record the tensors
+            themselves with their autograd graph.
+
     Raises:
-        KeyError: at exit, if models were called and no tap matched; the error names the closest taps of these calls.
+        KeyError: at exit, if models were called and no tap matched; the message names the closest taps of these calls.
     """
     with _listener(Recording(patterns, detach)) as seen:
         yield seen
@@ -151,42 +157,41 @@ def record(*patterns: str, detach: bool = True) -> Iterator[Recording]:
 def patch(
     pattern: str | Sequence[str], function: Callable[[Tensor], Tensor], model: Observable | None = None
 ) -> Iterator[None]:
-    """Replace the tensors of taps with matching names, in every call inside the block.
+    """Replace the tensors of taps with matching names, in every call of this thread inside the block.
 
         with gsm.patch("stage/1/increment", torch.zeros_like):
             model(tokens)                                 # as if stage 1 had retrieved nothing
 
-    Training, chunks and decoding continue with the replacement, and gradients flow through the function. Patches nest:
-    the inner function gets the result of the outer one. After the block the model computes as before, but the entries
-    that it has stored in a memory inside the block remain.
+    The computation continues with the replacement, in training, prefill and decoding, and gradients flow through the
+    function. Patches nest: the inner function gets the result of the outer one. After the block the model computes as
+    before; entries that were stored in a memory inside the block stay there.
 
-    - Taps of stored tensors (windows, banks, the state's entries) have stored and new entries in each call, and the
-      memory stores the original ones. So the function is applied once per call, never to its own result. Two taps are
-      exceptions, because the memory stores the replacement: `encoder/<l>/latent`, and `decoder/<l>/state`, the state
-      after the call. A patch of `decoder/<l>/state` affects later calls only.
-    - Rows are the last R of the call's T new positions, and entries end with the newest. For the same result token by
-      token and in one call, the function must treat each position the same, e.g. by its number in `seen["position"]` of
-      a recording around the patch.
-    - Replaced attention weights determine the output of the attention. Weights of invisible places and of the sink have
-      no effect. Kernels do not compute weights, so a patch changes the order of summation. An indexer still learns from
-      the original weights.
-    - A replaced `top_k` determines the slots that this layer reads, and all layers that reuse its selection.
+    - Taps of stored tensors (windows, banks, entries of the state) contain stored and new entries in each call. The
+      memory stores the original entries, so that the function is applied once per call, and not to its own result. The
+      exceptions, for which the memory stores the replacement, are `encoder/<l>/latent` and `decoder/<l>/state`. The
+      latter is the state after the call, so its patch affects only later calls.
+    - Rows are the last R of the call's T new positions, and the last entry is the newest. To get the same result token
+      by token and in one call, let the function depend on the positions, for example those in `seen["position"]` of a
+      recording around the patch.
+    - Replaced attention weights determine the output of the attention. Weights of invisible entries and of the sink
+      have no effect. Kernels do not compute weights, so a patch changes the order of summation. An indexer still learns
+      from the original weights.
+    - A replaced `top_k` sets the slots that this layer reads, and those of all layers that reuse its selection.
     - `position` cannot be replaced.
 
-    Replayed code runs no Python, so patches would not apply: an `Engine` makes plain calls inside a patch or a
-    recording. For `torch.compile` see `record`. A model with recomputation of activations does not recompute inside a
-    patch.
+    Inside a patch or a recording, an `Engine` calls the model instead of replaying recorded code, and a model with
+    recomputation of activations does not recompute inside a patch. For `torch.compile` see `record`.
 
     Args:
         pattern: a pattern as in `record`, or several.
         function: maps a copy of the tensor, which it may modify, to a tensor of the same shape, dtype and device.
-        model: patch only calls of this model, which must be the model before `torch.compile`; None: calls of any model.
+        model: patch only calls of this model (before `torch.compile`); None: calls of any model.
 
     Raises:
-        TypeError: at entry, if `model` is no language model, such as the result of `torch.compile`.
+        TypeError: at entry, if `model` is not a language model, for example the result of `torch.compile`.
         ValueError: in the call, if the function returns anything else, or slots that a row may not see; at exit, if
             models were called, but never `model`.
-        KeyError: at exit, if models were called and no tap matched; the error names the closest taps of these calls.
+        KeyError: at exit, if models were called and no tap matched; the message names the closest taps of these calls.
     """
     if model is not None and not isinstance(model, Observable):
         raise TypeError(
@@ -197,15 +202,15 @@ def patch(
         yield
     if active.other_models and not active.taps:
         raise ValueError(
-            "model must be one that was called, got calls of others alone; without model= every model is patched"
+            "model must be called inside the patch, got calls of other models only; omit model= to patch all models"
         )
     _require_match(active)
 
 
 def taps(model: LanguageModel) -> Taps:
-    """Return shape and dtype of all taps of a model, by name, from a call of 16 tokens without a memory.
+    """Return shape and dtype of all taps of a model, by name.
 
-    Shapes follow the call: 16 new positions, one sequence. A notebook shows them as a table.
+    They are recorded from a call with one sequence of 16 tokens, without a memory. A notebook shows them as a table.
     """
     tokens = torch.zeros(1, 16, dtype=torch.int64, device=next(model.parameters()).device)
     with torch.no_grad(), torch.random.fork_rng(devices=[]), model.evaluating(), record() as seen:
@@ -218,7 +223,7 @@ class Taps(dict[str, tuple[tuple[int, ...], torch.dtype]]):
 
     @classmethod
     def of(cls, seen: Mapping[str, Tensor]) -> Taps:
-        """Return those of recorded tensors."""
+        """Return shapes and dtypes of recorded tensors."""
         return cls({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in seen.items()})
 
     def __repr__(self) -> str:
@@ -228,10 +233,10 @@ class Taps(dict[str, tuple[tuple[int, ...], torch.dtype]]):
 
 
 class Recording(dict[str, Tensor]):
-    """The result of a recording: name -> last tensor of that name; `all(name)` -> all of them, in order.
+    """The recorded tensors: `seen[name]` is the last tensor of a tap, and `seen.all(name)` are all of them, in order.
 
     Attributes:
-        taps: names of all taps of the recorded calls, whether they were recorded or not.
+        taps: names of all taps in the calls, recorded or not.
     """
 
     def __init__(self, patterns: tuple[str, ...] = (), detach: bool = True) -> None:
@@ -242,7 +247,11 @@ class Recording(dict[str, Tensor]):
         self._history: dict[str, list[Tensor]] = {}
 
     def all(self, name: str) -> list[Tensor]:
-        """Return every tensor recorded under this name, in order. Raises KeyError, listing the recorded names."""
+        """Return every tensor recorded under this name, in order.
+
+        Raises:
+            KeyError: no tap of this name was recorded; the message names the closest recorded taps.
+        """
         return self._history[name] if name in self._history else self.__missing__(name)
 
     def matches(self, name: str) -> bool:
@@ -257,7 +266,7 @@ class Recording(dict[str, Tensor]):
         self._history.setdefault(name, []).append(self[name])
 
     def __missing__(self, name: str):
-        recorded = f"closest: {_closest(name, self)}" if self else "nothing was"
+        recorded = f"closest: {_closest(name, self)}" if self else "the recording is empty"
         raise KeyError(f"no tap named {name!r} was recorded; {recorded}")
 
     def __repr__(self) -> str:
@@ -265,10 +274,10 @@ class Recording(dict[str, Tensor]):
 
 
 class Patch:
-    """An open patch.
+    """An active patch.
 
     Attributes:
-        taps: names of all taps of the patched calls.
+        taps: names of all taps in the patched calls.
         other_models: whether models other than ``model`` were called.
     """
 
@@ -293,9 +302,9 @@ class Patch:
         new = self.function(tensor.clone())
         if not isinstance(new, Tensor) or _describe(new) != _describe(tensor):
             actual = _describe(new) if isinstance(new, Tensor) else f"a {type(new).__name__}"
-            raise ValueError(f"a patch of {name} must return {_describe(tensor)}, as the tap has, got {actual}")
+            raise ValueError(f"a patch of {name} must return {_describe(tensor)}, got {actual}")
         if fixed and not torch.equal(new, tensor):
-            raise ValueError(f"{name} must be left as it is by patches: {fixed}")
+            raise ValueError(f"{name} cannot be replaced: {fixed}")
         return new
 
 
@@ -317,11 +326,11 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _require_match(listener: Recording | Patch) -> None:
-    """Raise KeyError if there were calls, and none of their taps matched."""
+    """Raise KeyError if there were calls, and no tap matched."""
     if listener.taps and not any(map(listener.matches, listener.taps)):
         names = " or ".join(map(repr, listener.patterns))
         close = _closest(listener.patterns[0], listener.taps)
-        raise KeyError(f"no tap named {names} in these calls; closest: {close}. gsm.taps(model) lists all")
+        raise KeyError(f"no tap named {names} in these calls; closest: {close}. gsm.taps(model) lists all taps")
 
 
 def _closest(name: str, names: Iterable[str]) -> str:

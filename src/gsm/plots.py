@@ -1,12 +1,12 @@
-"""Pictures of runs: learning curves, final values with every seed, and one number against another.
+"""Pictures of runs: learning curves, final values of every seed, and one number against another.
 
-Every function draws on axes that it is given, so that they can be arranged freely, in a file or in a notebook:
+Every function draws on given axes, which you can arrange freely:
 
     figure, (left, right) = plots.figure(columns=2)
     plots.curves(left, {"mhc": [{50: 3.1, 100: 2.8}], "plain": [{50: 3.3, 100: 2.9}]}, "optimizer step", "loss")
 
-matplotlib is imported when the first figure is made. The colours come from Okabe and Ito (2008): people with any kind
-of colour vision can distinguish them. Lines and markers differ too, for print without colour.
+matplotlib is imported by the first call of ``figure``. The colours are those of Okabe and Ito (2008), for all kinds of
+colour vision. Lines and markers differ too, for print without colour.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 LINES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 PANEL = (3.6, 2.8)  # inches
-FEW = 8  # curves of at most this number of points have markers: a single point has no line
-SMALL = 8  # size of the smallest letters, in points
-LINE = 28  # letters of an arm's name in one line
-LETTER = 0.11  # inches that a token takes across its axis
+FEW = 8  # curves with at most this number of points get markers, because a single point has no line
+SMALL = 8  # smallest font size, in points
+LINE = 28  # characters of an arm's name in one line
+LETTER = 0.11  # inches per token label along its axis
 MANY = 6  # largest number of arms with a legend inside the axes
 REMEDY = f"pictures need matplotlib: {paths.install('plots')}"
 LABELS = {
@@ -72,7 +72,7 @@ class Style:
 
 
 def styles(arms: Iterable[str]) -> dict[str, Style]:
-    """Return a style for each arm, by its place: seven colours, then the same with other lines and markers."""
+    """Return a style for each arm, in order: seven colours, then the same colours with other lines and markers."""
     styles_by_arm: dict[str, Style] = {}
     for number, arm in enumerate(dict.fromkeys(arms)):
         again, place = divmod(number, len(COLOURS))
@@ -82,17 +82,17 @@ def styles(arms: Iterable[str]) -> dict[str, Style]:
 
 
 def named(arms: Iterable[str]) -> dict[str, str]:
-    """Return the name of each arm in a picture: its short name in lines of ``LINE`` letters. Tables have full names."""
+    """Return the name of each arm for pictures: its short name, wrapped after ``LINE`` characters."""
     return {arm: textwrap.fill(name, LINE) for arm, name in short(arms).items()}
 
 
 def short(arms: Iterable[str]) -> dict[str, str]:
-    """Return names without the choices that all arms have, as long as they still differ.
+    """Return the short name of each arm: without the choices that all arms share, if the names still differ.
 
-    An arm without another choice is called after its model: ``gsm-size_pico`` and ``gsm-writer_gated-size_pico`` become
+    An arm with no other choice gets the name of its model: ``gsm-size_pico`` and ``gsm-writer_gated-size_pico`` become
     ``gsm`` and ``writer_gated``.
     """
-    # A part behind a hyphen without an underscore belongs to the value before it, as in lr_1e-4.
+    # A hyphen separates choices only before a part with an underscore: the one in lr_1e-4 belongs to the value.
     parts = {arm: re.split(r"-(?=[^-]*_)", arm) for arm in arms}
     common = set.intersection(*map(set, parts.values())) if len(parts) > 1 else set()
     own_parts = {
@@ -102,7 +102,7 @@ def short(arms: Iterable[str]) -> dict[str, str]:
 
 
 def label(name: str) -> str:
-    """Return a key of ``summary.json`` or a metric as the label of an axis, with its unit where the name has it."""
+    """Return the label of an axis for a metric or a key of ``summary.json``, with the unit if it is known."""
     if name in LABELS:
         return LABELS[name]
     task, _, key = name.partition(".")
@@ -116,10 +116,18 @@ def label(name: str) -> str:
 def figure(
     columns: int = 1, width: float = PANEL[0], height: float = PANEL[1], grid: bool = True, rows: int = 1
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Return a figure with ``columns`` panels in every row, each of this size in inches, with grid lines or without.
+    """Return a figure and its panels, row by row.
 
-    It needs no display and no pyplot. A notebook shows it if it is the last expression of a cell. Raises ImportError,
-    with the way to install matplotlib, where it is missing.
+    It uses neither a display nor pyplot. A notebook shows the figure if it is the last expression of a cell.
+
+    Args:
+        columns: panels per row.
+        width, height: size of a panel in inches.
+        grid: draw grid lines.
+        rows: number of rows.
+
+    Raises:
+        ImportError: matplotlib is not installed; the message gives the command.
     """
     try:
         from matplotlib.figure import Figure
@@ -138,24 +146,24 @@ def figure(
 
 
 def _shown(made: Figure) -> tuple[bytes, dict[str, int]]:
-    """The figure for a notebook: twice as many dots as its size on the page, for sharp letters on any screen."""
+    """Return the PNG and its display size for a notebook, with twice the resolution, for sharp text on any screen."""
     width, height = (round(100 * inches) for inches in made.get_size_inches())
     return png(made), {"width": width, "height": height}
 
 
 def png(made: Figure, dots_per_inch: int = 200) -> bytes:
-    """The figure as a file's content."""
+    """Return the figure as the content of a PNG file."""
     content = io.BytesIO()
     made.savefig(content, format="png", dpi=dots_per_inch)
     return content.getvalue()
 
 
 def svg(made: Figure, name: str) -> str:
-    """Return the figure as a part of an HTML page: on its background, in its font, black in the colour of its letters.
+    """Return the figure as SVG for an HTML page, with the page's background and font; black becomes its text colour.
 
     Args:
         made: the figure.
-        name: prefix of its ids, different from the prefixes of all other pictures of the page.
+        name: salt of the ids, different for each picture of a page.
     """
     from matplotlib import rc_context
 
@@ -170,7 +178,7 @@ def svg(made: Figure, name: str) -> str:
 
 
 def pixels(made: Figure, dots_per_inch: int = 150) -> NDArray[np.uint8]:
-    """Return the figure as uint8 [height, width, 3]; drawn once, while ``png`` lays it out first and then draws it."""
+    """Return the figure as uint8 [height, width, 3]. This is faster than ``png``, which draws a figure twice."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     made.set_dpi(dots_per_inch)
@@ -180,7 +188,7 @@ def pixels(made: Figure, dots_per_inch: int = 150) -> NDArray[np.uint8]:
 
 
 def finish(axes: Axes, x: str, y: str = "", title: str = "", **legend: Any) -> None:
-    """Set the labels of the axes, with units, a title, and a legend if anything has a name."""
+    """Set the labels of the axes, the title, and a legend if anything has a label; ``legend`` are options of it."""
     axes.set_xlabel(x, fontsize=9)
     axes.set_ylabel(y, fontsize=9)
     if title:
@@ -190,11 +198,11 @@ def finish(axes: Axes, x: str, y: str = "", title: str = "", **legend: Any) -> N
 
 
 def curves(axes: Axes, arms: Mapping[str, Sequence[Mapping[Any, float]]], x: str, y: str) -> None:
-    """Draw one line per arm: the mean over its seeds, in a band from the lowest to the highest seed.
+    """Draw per arm a line, the mean over its seeds, and a band from the lowest to the highest seed.
 
     Args:
         axes: to draw on.
-        arms: by name, for each seed its values by step; only the common steps of all seeds are drawn.
+        arms: by name, for each seed its values by step; only steps that all seeds of an arm share are drawn.
         x, y: labels of the axes, with units.
     """
     chosen, names = styles(arms), named(arms)
@@ -213,17 +221,17 @@ def curves(axes: Axes, arms: Mapping[str, Sequence[Mapping[Any, float]]], x: str
 
 
 def together(seeds: Sequence[Mapping[Any, float]]) -> tuple[list[Any], list[list[float]]]:
-    """Return the common steps of all seeds, in order, and the seeds' values at each."""
+    """Return the steps that all seeds share, in order, and at each step the values of the seeds."""
     steps = sorted(set.intersection(*(set(seed) for seed in seeds))) if seeds else []
     return steps, [[seed[step] for seed in seeds] for step in steps]
 
 
 def bands(axes: Axes, arms: Mapping[str, Mapping[int, tuple[float, float, float]]], x: str, y: str) -> None:
-    """Draw one line per arm over the tested lengths, in a band.
+    """Draw per arm a line over the tested lengths, and a band.
 
     Args:
         axes: to draw on.
-        arms: by name, at each length in tokens the value, the lower and the upper end of the band.
+        arms: by name, at each length in tokens the value and both ends of the band.
         x, y: labels of the axes, with units.
     """
     names = named(arms)
@@ -240,13 +248,13 @@ def bands(axes: Axes, arms: Mapping[str, Mapping[int, tuple[float, float, float]
 def cells(
     panels: Sequence[Axes], tasks: Mapping[str, Mapping[str, Sequence[Mapping[int, float]]]], x: str, label: str
 ) -> None:
-    """Draw one panel per task, in it a row per arm with a cell for each amount: the mean over its seeds, from 0 to 1.
+    """Draw one panel per task: a table with a row per arm and a coloured cell per amount, the mean over the seeds.
 
     Args:
         panels: axes to draw on, one for each task, from a figure of one row without grid lines.
-        tasks: by name, by arm, for each seed its values by amount.
-        x: label of the axes.
-        label: label of the values.
+        tasks: by task and arm, for each seed its values, from 0 to 1, by amount (an integer on the x axis).
+        x: label of the x axes.
+        label: label of the colour scale.
     """
     for axes, (task, arms) in zip(panels, tasks.items(), strict=True):
         amounts = sorted({amount for seeds in arms.values() for seed in seeds for amount in seed})
@@ -266,7 +274,7 @@ def cells(
 
 
 def _mean(values: Iterable[float | None]) -> float:
-    """Return the mean of the values that are there; nan without any."""
+    """Return the mean of the values that are not None; NaN without any."""
     numbers = [value for value in values if value is not None]
     return statistics.fmean(numbers) if numbers else float("nan")
 
@@ -278,13 +286,14 @@ def lengths(
     y: str,
     top: float | Mapping[str, float],
 ) -> None:
-    """Draw one panel per task, in it one line per arm over the tested lengths, as in ``curves``; one legend.
+    """Draw one panel per task, with the curves of all arms over the tested lengths, and a legend below.
 
     Args:
-        panels: axes to draw on, at least one for each task, from a figure of one row or several.
-        tasks: by name, by arm, for each seed its values by length.
+        panels: axes to draw on, at least one for each task.
+        tasks: by task and arm, for each seed its values by length in tokens.
         x, y: labels of the axes, with units.
-        top: the highest possible value; the lowest is 0. By task: one that is not in it has a logarithmic axis.
+        top: upper end of the y axis, which begins at 0, for all tasks or by task. A task without one gets a logarithmic
+            y axis.
     """
     for axes in panels[len(tasks) :]:
         axes.set_visible(False)
@@ -309,10 +318,12 @@ def lengths(
     handles, names = panels[-1].get_legend_handles_labels()
     made = panels[-1].figure.get_figure(root=True)
     lines = [name.splitlines() for name in names] or [[""]]
-    broad = 0.4 + 0.065 * max(len(line) for name in lines for line in name)  # inches: a line's sample, and its letters
+    broad = 0.4 + 0.065 * max(
+        len(line) for name in lines for line in name
+    )  # inches of a legend entry: the sample of a line, and the text
     rows = -(-len(lines) // max(1, int(made.get_figwidth() / broad)))
     columns = -(-len(lines) // rows)
-    made.set_figheight(made.get_figheight() + 0.15 * (rows * max(map(len, lines)) - 1))  # for more than one line of it
+    made.set_figheight(made.get_figheight() + 0.15 * (rows * max(map(len, lines)) - 1))  # room for more lines
     how: dict[str, Any] = {"loc": "outside lower center", "ncols": columns}
     made.legend(handles, names, frameon=False, fontsize=SMALL, **how)
 
@@ -329,10 +340,10 @@ def _by_length(axes: Axes, lengths: Iterable[int]) -> None:
 
 
 def quantities(points: Mapping[str, Mapping[str, Sequence[Mapping[int, float]]]]) -> Figure:
-    """Return a figure with a panel for each quantity by length: a share from 0 to 1, others in logarithms.
+    """Return a figure with one panel per quantity over length: ``answered`` from 0 to 1, others on a logarithmic axis.
 
     Args:
-        points: by quantity, by arm, for each seed its values by length in tokens.
+        points: by quantity and arm, for each seed its values by length in tokens.
     """
     made, panels = figure(columns=len(points), width=3.6, height=2.9)
     lengths(
@@ -342,8 +353,13 @@ def quantities(points: Mapping[str, Mapping[str, Sequence[Mapping[int, float]]]]
 
 
 def seeds(axes: Axes, arms: Mapping[str, Sequence[float]], x: str) -> None:
-    """Draw one row per arm: each seed's value as a dot, and their mean as a bar; an arm without a value has an empty
-    row."""
+    """Draw one row per arm, empty without values: the value of each seed as a dot, and their mean as a bar.
+
+    Args:
+        axes: to draw on.
+        arms: by name, the values of the seeds.
+        x: label of the axis, with its unit.
+    """
     chosen = styles(arms)
     rows = range(len(arms), 0, -1)
     for row, (arm, values) in zip(rows, arms.items(), strict=True):
@@ -362,9 +378,9 @@ def differences(axes: Axes, arms: Mapping[str, Cell], x: str, margin: float = 0.
 
     Args:
         axes: to draw on.
-        arms: by name, a difference; without an interval (fewer than three seeds) it is a hollow dot.
+        arms: by name, the difference; without an interval (fewer than three seeds) the dot is hollow.
         x: label of the axis, with its unit.
-        margin: half the width of the grey band around 0 in which a difference counts as none; 0: no band.
+        margin: half the width of a grey band around 0, for differences that count as none; 0: no band.
     """
     rows = range(len(arms), 0, -1)
     axes.axvline(0, color="black", linewidth=0.8)
@@ -382,12 +398,11 @@ def differences(axes: Axes, arms: Mapping[str, Cell], x: str, margin: float = 0.
 
 
 def against(axes: Axes, arms: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str, y: str) -> None:
-    """Draw one point per arm, at the means of its seeds; bars show a sample standard deviation. The x axis is
-    logarithmic.
+    """Draw one point per arm at the means of its seeds, with bars of one sample standard deviation.
 
     Args:
-        axes: to draw on.
-        arms: by name, its seeds' values along x, all above 0, and along y.
+        axes: to draw on; the x axis becomes logarithmic.
+        arms: by name, the values of its seeds along x, which are positive, and along y.
         x, y: labels of the axes, with units.
     """
     names = named(arms)
@@ -405,9 +420,9 @@ def against(axes: Axes, arms: Mapping[str, tuple[Sequence[float], Sequence[float
 
 
 def plain_numbers(axis: Axis) -> None:
-    """Give a logarithmic axis ticks at 1, 2 and 5 of every decade, written out: 20,000; of three decades, at 1.
+    """Label a logarithmic axis with full numbers (20,000) at 1, 2 and 5 of every decade; over three decades, at 1.
 
-    Where at most one of these is in view, matplotlib puts ticks at even distances.
+    If at most one of these is in view, matplotlib uses evenly spaced ticks.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -418,7 +433,13 @@ def plain_numbers(axis: Axis) -> None:
 
 
 def tokens(axis: Axis, words: Sequence[str], places: Sequence[float] | None = None) -> None:
-    """Label an axis with tokens; where there are more than fit, with every second, third, ..."""
+    """Label an axis with tokens; if they do not all fit, with every second, third, ...
+
+    Args:
+        axis: the x or y axis.
+        words: texts of the tokens.
+        places: their places on the axis; None: 0, 1, 2, ...
+    """
     axes, along_x = axis.axes, axis is axis.axes.xaxis
     spec, made = axes.get_subplotspec(), axes.figure.get_figure(root=True)
     rows, columns = spec.get_gridspec().get_geometry() if spec else (1, 1)
@@ -430,11 +451,11 @@ def tokens(axis: Axis, words: Sequence[str], places: Sequence[float] | None = No
 
 
 def _beside(names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the place of the legend: to the right, if there are many names, or long ones."""
+    """Return options that put the legend to the right of the axes if there are many names, or long ones."""
     wide = len(names) > MANY or any("\n" in name for name in names.values())
     return {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if wide else {}
 
 
 def _spread(values: Sequence[float]) -> float | None:
-    """Return the sample standard deviation, None where there is none to draw."""
+    """Return the sample standard deviation; None if it is 0, or for a single value."""
     return (statistics.stdev(values) or None) if len(values) > 1 else None

@@ -274,5 +274,5 @@ def test_an_unknown_environment_value_is_refused_at_import(monkeypatch):
     monkeypatch.setenv("GSM_KERNELS", "cuda")
     spec = importlib.util.find_spec("gsm_kernels.dispatch")
     assert spec is not None and spec.loader is not None
-    with pytest.raises(ValueError, match="^GSM_KERNELS: 'cuda'"):
+    with pytest.raises(ValueError, match="^GSM_KERNELS .*'cuda'"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -1,4 +1,4 @@
-"""The inputs of `attend` and `attend_band`."""
+"""The inputs of `attend` and `attend_band`, and their checks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Inputs(NamedTuple):
         return self.query_BRHC, self.window_BEC, self.sink_H, self.bank_BFC, self.bias_BRK
 
     def gradients(self, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of all inputs, in their dtypes, from the gradients of `learned`."""
+        """Return a gradient or None for each input, in its dtype, from the gradients of `learned`."""
         named = zip(LEARNED, self.learned, grads, strict=True)
         by_name = {name: None if x is None or grad is None else grad.to(x.dtype) for name, x, grad in named}
         return tuple([by_name.get(name) for name in self._fields])
@@ -56,26 +56,29 @@ def band(
     cos_BRP: Tensor,
     sin_BRP: Tensor,
 ) -> Inputs:
-    """Return the inputs of `attend_band`."""
+    """Return the inputs of `attend_band`, without bank and selection."""
     return Inputs(query_BRHC, window_BEC, position_BR, width, sink_H, cos_BRP, sin_BRP, None, None)
 
 
 def check(inputs: Inputs) -> None:
-    """Check the inputs of `attend`: as `check_window`, and ValueError without a bank."""
+    """Check the inputs of `attend`.
+
+    Raises:
+        ValueError: as `check_window`, or if bank_BFC or index_BRK is None.
+    """
     has_bank = inputs.bank_BFC is not None and inputs.index_BRK is not None
-    require("attend", has_bank, "bank_BFC and index_BRK must be tensors; without a bank, call attend_band")
+    require("attend", has_bank, "bank_BFC and index_BRK must be tensors, got None; without a bank, call attend_band")
     check_window("attend", inputs)
 
 
 def check_window(op: str, inputs: Any) -> None:
-    """Check the inputs of an operation that attends to a window; those of `indexer_kl` have the same names.
+    """Check the inputs of an operation that attends to a window: `attend`, `attend_band` or `indexer_kl`.
 
     Raises:
-        ValueError: in one sentence, if a letter has two sizes, the window is narrower than 1 or shorter than the rows,
-            or channels are odd or fewer than the rotated ones.
+        ValueError: if a letter has two sizes, width < 1, E < R, C is odd, or C < 2P.
     """
     sizes = agree(op, inputs)
-    require(op, inputs.width >= 1, f"width = {inputs.width} must be at least 1")
-    require(op, sizes["E"] >= sizes["R"], f"{sizes['E']} window entries do not hold the {sizes['R']} rows themselves")
+    require(op, inputs.width >= 1, f"width must be at least 1, got {inputs.width}")
+    require(op, sizes["E"] >= sizes["R"], f"window_BEC must have E >= R, got E = {sizes['E']} and R = {sizes['R']}")
     fits = sizes["C"] % 2 == 0 and 2 * sizes["P"] <= sizes["C"]
-    require(op, fits, f"{sizes['C']} channels do not hold {sizes['P']} rotated pairs; C must be even and >= 2P")
+    require(op, fits, f"channels C must be even and at least 2P, got C = {sizes['C']} and P = {sizes['P']}")

@@ -1,11 +1,11 @@
-"""Attention over a window and a selection: Triton kernels of forward, of a few rows, and of backward.
+"""Triton kernels of attention over a window and a selection: forward, forward for a few rows, and backward.
 
-The M rows of a tile are Q neighbouring queries times HEADS heads (H, padded to a power of two), query by query. Sizes
-as in `gsm_kernels.attend`; logits are in base 2, arithmetic is in float32, and matrix products in the dtype of the
-inputs.
+The M rows of a tile are QUERIES neighbouring queries times HEADS heads (H, padded to a power of two), query by query.
+Letters are those of `gsm_kernels.attend`. Logits are in base 2 and arithmetic is in float32; operands of matrix
+products have the dtype of the inputs.
 """
 
-# Triton's type hints declare that a call of one kernel from another does not return.
+# By Triton's type hints, a call of one kernel from another does not return.
 # pyright: reportGeneralTypeIssues=false
 
 import triton
@@ -17,7 +17,7 @@ LOWEST = tl.constexpr(-1e30)  # initial maximum: finite, so that -inf minus it i
 
 @triton.jit
 def rows(first, last, H: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr):
-    """Return row, head and a mask of existing rows of a tile that starts at row `first`; all [M]."""
+    """Return query, head and mask of each row of a tile that starts at query `first`; all [M]."""
     number = tl.arange(0, QUERIES * HEADS)
     row, head = first + number // HEADS, number % HEADS
     return row, head, (row < last) & (head < H)
@@ -25,7 +25,7 @@ def rows(first, last, H: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexp
 
 @triton.jit
 def reach(position_ptr, batch, row, R, E, width, inside):
-    """Return the first and last stream place that each row sees, [M]; first > last if it sees nothing."""
+    """Return the first and last window entry that each row sees, [M]; first > last if it sees none."""
     position = tl.load(position_ptr + batch * R + row, mask=inside, other=-1).to(tl.int32)
     place = E - R + row
     return tl.maximum(place - tl.minimum(position, width - 1), 0), place
@@ -38,7 +38,7 @@ def turn(
 ):  # fmt: skip
     """Rotate the last PAIRS pairs of channels of a float32 tile [M,C], forwards (SIGN 1) or back (-1).
 
-    The pair axis is within a thread in all layouts of these tiles, so that no data moves between threads.
+    In all layouts of these tiles a thread has both channels of a pair, so that no data moves between threads.
     """
     if PAIRS > 0:
         row = first + tl.arange(0, QUERIES)
@@ -54,7 +54,10 @@ def turn(
 
 @triton.jit
 def absorb(product, entry, high, total, mixed, scale):
-    """Add a tile to the online softmax: products [M,N] with entries [N,C], -inf for entries that a row does not see."""
+    """Add a tile of entries [N,C] to the online softmax. Products [M,N] are -inf for entries that a row does not see.
+
+    Returns the new maximum, the sum of weights, and the unnormalised mixture [M,C].
+    """
     higher = tl.maximum(high, tl.max(product, 1) * scale)
     weight = tl.exp2(product * scale - higher[:, None])
     fade = tl.exp2(high - higher)
@@ -62,7 +65,7 @@ def absorb(product, entry, high, total, mixed, scale):
     return higher, total * fade + tl.sum(weight, 1), mixed
 
 
-@triton.jit(do_not_specialize=["R", "E", "F"])  # they change while a memory grows
+@triton.jit(do_not_specialize=["R", "E", "F"])  # they change while a cache grows
 def forward(
     query_ptr, window_ptr, bank_ptr, index_ptr, bias_ptr, position_ptr, cos_ptr, sin_ptr, sink_ptr, out_ptr, lse_ptr,
     scale, width, R, E, F, K,
@@ -71,7 +74,7 @@ def forward(
 ):  # fmt: skip
     """Compute out and lse = log2( sum exp(z) + exp(sink) ) of a tile of rows: window, then selections, then sinks.
 
-    Window and selections are one loop, so that the first selected entries are loaded while the window is computed.
+    One loop covers window and selections, so that the first selected entries are loaded while the window is computed.
     """
     tiles = tl.cdiv(R, QUERIES)
     batch = (tl.program_id(0) // tiles).to(tl.int64)
@@ -94,7 +97,7 @@ def forward(
         place = low + number * BLOCK + tl.arange(0, BLOCK)
         line = batch * E + tl.minimum(place, E - 1)
         source_ptr, lowest, highest = window_ptr, begin, end
-        if PICKS:  # from tile `near` on, entries are the picks of a row, and their place is this row, or -1
+        if PICKS:  # from step `near` on, entries are the picks of one query, and `place` is this query, or -1
             step, steps = tl.maximum(number - near, 0), tl.cdiv(K, BLOCK)
             owner, pick = first + step // steps, step % steps * BLOCK + tl.arange(0, BLOCK)
             valid, pick_at = pick < tl.where(number < near, 0, K), (batch * R + owner) * K + pick
@@ -120,7 +123,7 @@ def forward(
     tl.store(lse_ptr + at, higher + tl.log2(total), mask=inside)
 
 
-# A few rows, in two kernels. The columns are `width` window entries, the oldest first, then the K picks.
+# Forward for a few rows, in two kernels. The columns are `width` window entries, the oldest first, then the K picks.
 
 
 @triton.jit(do_not_specialize=["R", "E", "F"])
@@ -131,7 +134,7 @@ def split(
     H: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr, PICKS: tl.constexpr, BIASED: tl.constexpr, HEADS:
     tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the online softmax of one row over a share of its columns: maxima, sums and undivided mixtures."""
+    """Compute the online softmax of one query over a share of its columns: maxima, sums, unnormalised mixtures."""
     number, part = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     batch, row = (number // R).to(tl.int64), number % R
     head, channel = tl.arange(0, HEADS), tl.arange(0, C)[None, :]
@@ -159,9 +162,9 @@ def split(
             chosen = slot >= 0
             entry += tl.load(bank_ptr + (batch * F + slot)[:, None] * C + channel, mask=chosen[:, None], other=0.0)
             seen = seen | chosen
-        entry = entry.to(loaded.dtype)  # a memory may have a wider dtype than the rows
+        entry = entry.to(loaded.dtype)  # a cache may have a wider dtype than the queries
         product = tl.dot(query, tl.trans(entry), input_precision="ieee")
-        if BIASED:  # divided by the factor that multiplies the products later
+        if BIASED:  # divided by `scale`, which multiplies the products later
             bias = tl.load(bias_ptr + pick_at, mask=picked, other=0.0).to(tl.float32)
             product += bias[None, :] * (LOG2_E / scale)
         product = tl.where(seen[None, :], product, float("-inf"))
@@ -179,8 +182,7 @@ def join(
     R,
     H: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Compute out of one row: its shares, scaled to one maximum and summed in order, with the sink in the
-    denominator."""
+    """Compute the output of one query: rescale its shares to one maximum, and sum them and the sink in order."""
     number = tl.program_id(0).to(tl.int64)
     head, channel = tl.arange(0, HEADS), tl.arange(0, C)[None, :]
     high = tl.maximum(tl.load(sink_ptr + head, mask=head < H, other=0.0).to(tl.float32) * LOG2_E, LOWEST)
@@ -199,16 +201,16 @@ def join(
     tl.store(out_ptr + into, mixed.to(out_ptr.dtype.element_ty), mask=(head < H)[:, None])
 
 
-# Backward. With p = exp2(z - lse), D = sum over channels of out * grad (out includes the sink in its denominator) and
-# dS = p (grad . entry - D), the gradients are: dS entry for the query, dS^T query + p^T grad for an entry, and the sum
-# of dS over heads for a bias. All of this is in the rotated frame; the stored gradient of the query is rotated back.
+# Backward. Let p = exp2(z - lse), D = sum over channels of out * grad, and dS = p (grad . entry - D). The gradients are
+# dS entry for the query, dS^T query + p^T grad for an entry, and the sum of dS over heads for a bias. They are computed
+# with rotated queries and gradients; the gradient of the query is rotated back before it is stored.
 
 
 @triton.jit
 def slopes(entry, query, grad, seen, lse, delta, scale):
     """Return softmax p and dS, [N,M] for entries [N,C] and rows [M,C]; 0 for entries that a row does not see.
 
-    Entries come first, so that p and dS in wgmma's register layout are left operands of an entry's gradient.
+    Entries are the first dimension, so that p and dS are in registers as wgmma's left operand for the entry gradient.
     """
     logit = tl.dot(entry, tl.trans(query), input_precision="ieee") * scale
     value = tl.dot(entry, tl.trans(grad), input_precision="ieee")
@@ -224,9 +226,9 @@ def query_gradient(
     H: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr, PICKS: tl.constexpr, BIASED: tl.constexpr, QUERIES:
     tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute for rows start..stop the gradients of query and bias, and the contribution of each pick, [rows,K,C].
+    """Compute the gradients of query and bias for rows start..stop, and each pick's part of the bank's, [rows,K,C].
 
-    It also stores D, the rotated query and the rotated gradient, which `window_gradient` reads repeatedly.
+    It also stores D, the rotated query and the rotated gradient for `window_gradient`, which reads them repeatedly.
     """
     tiles = tl.cdiv(stop - start, QUERIES)
     batch = (tl.program_id(0) // tiles).to(tl.int64)
@@ -294,8 +296,8 @@ def window_gradient(
 ):  # fmt: skip
     """Compute the gradient of BLOCK window entries from all rows that can see any of them; query and grad are rotated.
 
-    Neighbouring programs see mostly the same rows. They start at different rows and wrap around, so that all of them
-    visit a row at the same step, and only the first reads it from beyond the L2 cache.
+    Neighbouring programs read mostly the same rows. Each starts at a different one of its rows and wraps around, so
+    that all programs read a row at the same step and share it in the L2 cache.
     """
     blocks = tl.cdiv(E, BLOCK)
     batch = (tl.program_id(0) // blocks).to(tl.int64)
@@ -331,7 +333,7 @@ def window_gradient(
 def sink_gradient(
     sink_ptr, lse_ptr, delta_ptr, sink_grad_ptr, N, H: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr
 ):  # fmt: skip
-    """Compute the gradient of HEADS sinks: minus the sum over all N rows of the weight of the sink times D."""
+    """Compute the gradient of HEADS sinks: minus the sum over all N rows of softmax(sink) * D."""
     head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     sink = tl.load(sink_ptr + head, mask=head < H, other=0.0).to(tl.float32) * LOG2_E
     total = tl.zeros((ROWS, HEADS), tl.float32)

@@ -1,6 +1,6 @@
-"""Plain PyTorch attention over a window and a selection, in chunks of rows, which backward computes again.
+"""Plain PyTorch attention over a window and a selection, in chunks of rows. Backward computes each chunk again.
 
-Letters as in `gsm_kernels.joint`.
+Letters are those of `gsm_kernels.joint`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .inputs import Inputs
 def attend(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.attend` and `gsm_kernels.attend_band`."""
     query_BRHC, ranges = inputs.query_BRHC, _row_chunks(inputs)
-    if len(ranges) > 1:  # the gradients of the chunks are then summed in float32
+    if len(ranges) > 1:  # so that autograd sums the gradients of the chunks in float32
         inputs = inputs._make([_wide(x) for x in inputs])
     parts = [recomputed(_attend, rows, *inputs) for rows in ranges]
     return in_dtype(torch.cat(parts, 1), query_BRHC.dtype) if parts else torch.empty_like(query_BRHC)
@@ -32,7 +32,7 @@ def _wide(x: Any) -> Any:
 
 
 def _attend(rows: slice, *arguments: Any) -> Tensor:
-    """Compute some rows, from the fields of `Inputs`."""
+    """Return the outputs of some rows; `arguments` are the fields of `Inputs`."""
     inputs = Inputs(*arguments)
     blocks, query_BRHC, window = near(inputs, rows)
     (batch, padded, heads, channels), dtype, far = query_BRHC.shape, query_BRHC.dtype, None
@@ -69,7 +69,7 @@ def stream(inputs: Inputs, rows: slice) -> slice:
 
 
 def near(inputs: Inputs, rows: slice) -> tuple[Cut, Tensor, Tensor]:
-    """Return the blocks of these rows, their queries (rotated, scaled and padded), and the entries of the blocks."""
+    """Return the blocks of these rows, their queries (rotated, scaled, padded), and the entries of each block."""
     seen = stream(inputs, rows)
     blocks = cut(rows.stop - rows.start, seen.stop - seen.start, inputs.width)
     query = at_least_float32(inputs.query_BRHC[:, rows])
@@ -79,9 +79,9 @@ def near(inputs: Inputs, rows: slice) -> tuple[Cut, Tensor, Tensor]:
 
 
 def _dense(slots: int, picks: int, bias_BRK: Tensor | None) -> bool:
-    """Return whether to multiply with the whole bank and a mask instead of a gather, which is faster for small banks.
+    """Return whether to use the whole bank with a mask instead of a gather, which is faster for small banks.
 
-    A bias belongs to a selected place and not to a slot, so it needs the gather, unless there is nothing to gather.
+    A bias is per selected place rather than per slot, so it needs the gather, unless bank or selection is empty.
     """
     return slots == 0 or picks == 0 or (bias_BRK is None and slots <= 2 * picks)
 
@@ -93,9 +93,9 @@ def _far(bank_BFC: Tensor, index_BRK: Tensor, bias_BRK: Tensor | None, dtype: to
         times_BRF = bank_BFC.new_zeros(*index_BRK.shape[:2], slots + 1)
         times_BRF.scatter_add_(2, index_BRK.remainder(slots + 1), torch.ones_like(index_BRK, dtype=bank_BFC.dtype))
         times_BRF = times_BRF[..., :slots]
-        # The bias is log(times). The CPU's vector log is a hundred times slower for zeros, so these are replaced.
+        # A slot selected n times has bias log(n). The vectorised log on a CPU is a hundred times slower for zeros.
         return Far(bank_BFC, times_BRF.clamp(min=1).log_().masked_fill_(times_BRF == 0, -torch.inf))
-    keys = gather_slots(bank_BFC, index_BRK).to(dtype)  # after gathering, so that a decoding step reads only K slots
+    keys = gather_slots(bank_BFC, index_BRK).to(dtype)  # convert after the gather, so that only K slots are read
     hidden = index_BRK < 0
     bias = as_bias(~hidden, dtype) if bias_BRK is None else bias_BRK.masked_fill(hidden, -torch.inf)
     return Far(keys, bias)

@@ -1,24 +1,23 @@
 """Attention over a window and a selection from a bank as Triton kernels: conditions, sizes, launches and autograd.
 
-Forward is one kernel; a few rows without gradients, as in decoding, use two others (`few_rows`). A program processes a
-few neighbouring queries with all their heads. They share the window's entries, each of which is loaded once as key and
-value of all heads. The online softmax (Dao et al. 2022, "FlashAttention") then continues with the selection of one
-query after the other, in the same loop: its first entries are loaded while the window is computed. Rotation, scale,
-sink and the inverse rotation are applied to the tile in registers. Backward recomputes the softmax from the logarithm
-of its denominator, without atomics, so that it is deterministic:
+Forward is one kernel; a few rows without gradients, as in decoding, use two others (`few_rows`). A program computes all
+heads of a few neighbouring queries. It loads each window entry once, as key and value of all heads. The online softmax
+(Dao et al. 2022, "FlashAttention") then continues with the selection of one query after the other. Rotation, scale,
+sink and the inverse rotation are applied to the tile in registers.
 
-1. `query_gradient` processes a few queries; for each pick, it stores the contribution to its bank slot;
-2. `gsm_kernels.inverse` sums the contributions to every slot, with a stable sort of the selection, chunk by chunk of
-   rows: the first `inverse.KEPT` chunks are sorted once for all layers that read it, any others once per layer;
-3. `window_gradient` processes a tile of window entries and visits the rows that see it;
-4. `sink_gradient` sums over all rows, for 8 heads in a program (4 MB of numbers at 16,384 rows of 64 heads, twice).
+Backward recomputes the softmax from the logarithm of its denominator. It uses no atomics and is deterministic:
 
-An entry's gradient is accumulated in float32 and has the dtype of the entry. If several layers attend to one stream,
-autograd sums over them: without rounding, if the stream is float32. The rotated query and gradient are written once and
-read by `window_gradient`, which then rotates nothing. The 64 rows that wgmma requires cost no more than the gather of
-entries, even for fewer heads, when the rows of other queries are masked.
+1. `query_gradient` takes a few queries; for each pick, it stores the contribution to the gradient of its bank slot;
+2. `gsm_kernels.inverse` sums the contributions to every slot, chunk by chunk of rows;
+3. `window_gradient` takes a tile of window entries, and reads the rows that see it;
+4. `sink_gradient` sums over all rows, for 8 heads per program.
 
-These kernels exist because no library has one entry as key and value of all heads, two sources, a sink, and gradients.
+The gradient of an entry is accumulated in float32 and stored in the dtype of the entry. `query_gradient` stores the
+rotated query and gradient, so that `window_gradient` does not rotate. wgmma needs 64 rows; with fewer heads a tile has
+several queries, and the rows of other queries are masked while one query's picks are computed. That costs no more
+time than the gather.
+
+As of writing, no library has this attention: one entry as key and value of all heads, two sources, a sink, gradients.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ from ..tiles import PROCESSORS, launch_fastest
 from .inputs import LEARNED, Inputs
 
 LOG2_E = 1.4426950408889634
-PAIR_BYTES = 1 << 29  # largest buffer of the picks' contributions, in bytes
+PAIR_BYTES = 1 << 29  # largest buffer of the picks' contributions to the bank's gradient, in bytes
 SHARE = 32  # columns per program of `few_rows`
 
 
 def tile(inputs: Inputs, stages: int, block: int = 64, rows: int = 64) -> dict[str, int]:
-    """Return a tile of a kernel, QUERIES x HEADS rows and BLOCK entries.
+    """Return the options of a tile with QUERIES x HEADS rows and BLOCK entries.
 
-    wgmma takes 64 rows as its left operand: queries in forward, entries in backward. An SM holds two programs of four
-    warps if each uses at most 113 KB of shared memory (their threads have 255 registers), or one program of eight
-    warps. Loading a gathered tile during the computation of another needs five stages, because its slots are loaded
-    first. float32 cannot use wgmma, and takes twice the registers.
+    wgmma takes 64 rows as its left operand: queries in forward, entries in backward. A multiprocessor runs two programs
+    of four warps if each uses at most 113 KB of shared memory, or one program of eight warps. To load gathered entries
+    during the computation of others takes five stages, because their slots are loaded first. float32 cannot use wgmma,
+    and takes twice the registers.
     """
     padded, warps = power_of_two(inputs.query_BRHC.shape[2]), 4
     if inputs.query_BRHC.dtype == torch.float32:
@@ -62,7 +61,7 @@ def _query_tile(inputs: Inputs) -> dict[str, int]:
 
 
 def refuses(inputs: Inputs) -> str | None:
-    """Return why this call cannot go to the kernels, or None."""
+    """Return why the kernels cannot take this call, or None."""
     heads, channels = inputs.query_BRHC.shape[2:]
     if channels not in (16, 32, 64, 128):
         return f"made for 16, 32, 64 or 128 channels, got {channels}"
@@ -81,13 +80,13 @@ def attend(inputs: Inputs) -> Tensor:
 
 
 def _readable(inputs: Inputs) -> Inputs:
-    """Return the inputs contiguous, with window and bank in the dtype of the queries, as matrix units need them."""
+    """Return contiguous inputs, with window and bank in the dtype of the queries, as `tl.dot` needs them."""
     bank, dtype = inputs.bank_BFC, inputs.query_BRHC.dtype
     window = in_dtype(inputs.window_BEC, dtype)
     return contiguous(inputs._replace(window_BEC=window, bank_BFC=None if bank is None else in_dtype(bank, dtype)))
 
 
-# Arguments of the kernels of rows, in order: `_read`, their outputs, `_sizes`, `_constants`.
+# Arguments of `forward`, `split` and `query_gradient`, in order: `_read`, the outputs, `_sizes`, `_constants`.
 
 
 def _read(inputs: Inputs) -> tuple[Tensor | None, ...]:
@@ -124,7 +123,7 @@ def _forward(*arguments):
 
 
 def splits(inputs: Inputs) -> int:
-    """Return the number of programs per row, to use processors that a few rows leave idle; 1: the ordinary kernel."""
+    """Return the number of programs per row for `few_rows`; 1 if there are enough rows to use all multiprocessors."""
     batch, rows = inputs.query_BRHC.shape[:2]
     columns = inputs.width + (inputs.picks if inputs.slots else 0)
     return max(1, min(cdiv(columns, SHARE), PROCESSORS // max(batch * rows, 1)))
@@ -133,10 +132,14 @@ def splits(inputs: Inputs) -> int:
 def few_rows(*arguments):
     """Compute the output for a few rows without gradients.
 
-    The arguments are the fields of `Inputs`, then the number of shares of each row's columns. One token with 256
-    entries would occupy one of 132 processors, with one tile after the other. In shares of 32 columns they are read in
-    parallel, and a second kernel joins them. Sizes depend only on shapes, so that a CUDA graph can contain both
-    kernels. Source: "Flash-Decoding" (Dao et al. 2023).
+    With one program per row, a single token would use one of 132 multiprocessors. So the columns of a row are divided
+    among several programs, and a second kernel joins their results. Sizes depend only on shapes, so that a CUDA graph
+    can contain both kernels.
+
+    Args:
+        arguments: the fields of `Inputs`, then the number of shares of each row's columns.
+
+    Source: "Flash-Decoding" (Dao et al. 2023).
     """
     from .kernels import join, split
 
@@ -158,7 +161,7 @@ def few_rows(*arguments):
 
 
 def _backward(grad_BRHC, out_BRHC, lse_BRH, *arguments):
-    """Compute the gradients of `Inputs.learned`; empty tensors for an absent bank or bias."""
+    """Return the gradients of `Inputs.learned`, empty for a bank or bias that is None."""
     inputs = Inputs(*arguments)
     like = (grad_BRHC.new_empty(0) if x is None else x for x in inputs.learned)
     inputs = _readable(inputs)
@@ -175,7 +178,7 @@ def _backward(grad_BRHC, out_BRHC, lse_BRH, *arguments):
             part = Rows(0, len(inputs.index_BRK), rows.start, rows.stop - rows.start)
             inverse = inverse_index(inputs.index_BRK, inputs.slots, part)
             add_segments(bank_sum.flatten(0, 1), pair_grads.flatten(0, 2), inverse)
-        del pair_grads  # before the next chunk's are made
+        del pair_grads  # before the next chunk allocates its own
     _window_gradient(inputs, turned_query, turned_grad, lse_BRH, delta_BRH, window_grad)
     _sink_gradient(inputs.sink_H, lse_BRH, delta_BRH, sink_grad)
     bank_grad.copy_(bank_sum)
@@ -183,7 +186,7 @@ def _backward(grad_BRHC, out_BRHC, lse_BRH, *arguments):
 
 
 def _row_chunks(inputs: Inputs) -> list[slice]:
-    """Return ranges of rows, so that the contributions of their picks take at most PAIR_BYTES."""
+    """Return ranges of rows whose picks' contributions take at most PAIR_BYTES."""
     batch, rows, _, channels = inputs.query_BRHC.shape
     queries = _query_tile(inputs)["QUERIES"]
     bytes_a_row = batch * inputs.picks * channels * inputs.query_BRHC.element_size() if inputs.slots else 0
@@ -192,7 +195,7 @@ def _row_chunks(inputs: Inputs) -> list[slice]:
 
 
 def _query_gradient(inputs: Inputs, saved: tuple, written: tuple, rows: slice) -> Tensor:
-    """Fill in the gradients of these rows; return the contributions of their picks to the bank's, [B, rows, K, C]."""
+    """Write the gradients of these rows; return their picks' contributions to the bank's gradient, [B,rows,K,C]."""
     from .kernels import query_gradient
 
     batch, _, _, channels = inputs.query_BRHC.shape
@@ -223,7 +226,7 @@ def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor, written: Tensor) ->
 
 
 def _outputs(*arguments):
-    """Return uninitialised outputs of `_forward`, also for tensors without data."""
+    """Return uninitialised outputs of `_forward`."""
     query = arguments[0]
     out_BRHC = torch.empty_like(query, memory_format=torch.contiguous_format)
     return out_BRHC, query.new_empty(query.shape[:3], dtype=torch.float32)

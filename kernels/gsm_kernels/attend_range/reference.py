@@ -1,4 +1,4 @@
-"""Plain PyTorch attention over all slots under a mask, also for a window. M query heads share a key head."""
+"""Plain PyTorch attention over all slots with a mask. M = H / G is the number of query heads per key head."""
 
 from __future__ import annotations
 
@@ -25,13 +25,17 @@ class Inputs(NamedTuple):
 
 
 def check(inputs: Inputs) -> None:
-    """Raise ValueError, in one sentence, if a letter has two sizes, G does not divide H, the window is narrower than 1,
-    or the rows do not fit into the slots that they stand at."""
+    """Check the inputs.
+
+    Raises:
+        ValueError: if a letter has two sizes, G does not divide H, width < 1, or F < R with `width` or `whole`.
+    """
     sizes, width = agree("attend_range", inputs), inputs.width
     require_divided_heads("attend_range", sizes)
-    require("attend_range", width is None or width >= 1, f"width = {width} must be at least 1")
+    require("attend_range", width is None or width >= 1, f"width must be at least 1, got {width}")
     fits = width is None and not inputs.whole or sizes["F"] >= sizes["R"]
-    require("attend_range", fits, f"{sizes['F']} slots do not hold the {sizes['R']} rows themselves")
+    message = f"key_BFGC must have F >= R with width or whole, got F = {sizes['F']} and R = {sizes['R']}"
+    require("attend_range", fits, message)
 
 
 def attend_range(inputs: Inputs) -> Tensor:
@@ -41,7 +45,7 @@ def attend_range(inputs: Inputs) -> Tensor:
     logit_BGMRF = torch.einsum("brgmc,bfgc->bgmrf", query.unflatten(2, (groups, -1)) * channels**-0.5, key)
     hidden_BRF = ~visible(slots, inputs.first_BR, inputs.last_BR)
     hidden_B11RF = hidden_BRF[:, None, None]
-    lowest = torch.finfo(logit_BGMRF.dtype).min  # finite, because -inf gives a row that sees nothing a gradient of NaN
+    lowest = torch.finfo(logit_BGMRF.dtype).min  # with -inf, a row that sees no slot would have NaN gradients
     weight_BGMRF = logit_BGMRF.masked_fill(hidden_B11RF, lowest).softmax(-1).masked_fill(hidden_B11RF, 0)
     out_BRGMC = torch.einsum("bgmrf,bfgc->brgmc", weight_BGMRF, value)
     return out_BRGMC.flatten(2, 3).to(inputs.query_BRHC.dtype)

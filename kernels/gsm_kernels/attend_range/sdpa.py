@@ -1,10 +1,11 @@
-"""PyTorch's own attention with masks made from the ranges: all slots for some rows at a time, or blocks of a window.
+"""PyTorch's `scaled_dot_product_attention`, with masks made from the ranges.
 
-With a mask, the M query heads of a key head become M rows, so that keys and values are not repeated. PyTorch's grouped
-attention is not used, because with a mask it has no fused kernel on a GPU.
+Without `width`, chunks of rows attend to all slots; with it, blocks of rows attend to the slots of their window.
 
-Rows that see nothing get one visible slot, because an empty softmax spreads NaN through backward; their output is set
-to 0 afterwards.
+With a mask, the M query heads of a key head become M rows, so that keys and values are not repeated. PyTorch's
+`enable_gqa` has no fused GPU kernel with a mask.
+
+Rows that see no slot are given one, because an empty softmax has NaN gradients; their output is then set to 0.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .reference import Inputs
 
 
 def refuses(inputs: Inputs) -> str | None:
-    """Return why this call cannot use it, or None: without slots or rows, PyTorch's result is NaN."""
+    """Return why PyTorch cannot take this call, or None; without slots or rows, its result is NaN."""
     return None if inputs.key_BFGC.shape[1] and inputs.query_BRHC.shape[1] else "needs at least one row and one slot"
 
 
@@ -44,17 +45,17 @@ def attend_range(inputs: Inputs) -> Tensor:
 
 
 def in_one_dtype(inputs: Any) -> Any:
-    """Return inputs whose queries, keys and values have the dtype in which they are multiplied."""
+    """Return inputs whose queries, keys and values have one dtype, that of the products."""
     query_BRHC = inputs.query_BRHC
-    if query_BRHC.device.type != "cuda":  # CUDA kernels sum in float32; the CPU's round the weights to a half type
+    if query_BRHC.device.type != "cuda":  # CUDA kernels sum in float32; CPU kernels round the weights to 16 bits
         query_BRHC = at_least_float32(query_BRHC)
-    # Under autocast, queries may have a half type while keys from a memory do not.
+    # Under autocast, queries may be bfloat16 and cached keys float32.
     key_BFGC, value_BFGC = inputs.key_BFGC.to(query_BRHC.dtype), inputs.value_BFGC.to(query_BRHC.dtype)
     return inputs._replace(query_BRHC=query_BRHC, key_BFGC=key_BFGC, value_BFGC=value_BFGC)
 
 
 def _by_rows(inputs: Inputs) -> Tensor:
-    """Attend to all slots, in chunks of rows with masks of limited size."""
+    """Attend to all slots, in chunks of rows that limit the size of the mask."""
     query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR = inputs[:5]
 
     def attend(part: slice) -> Tensor:
@@ -67,7 +68,7 @@ def _by_rows(inputs: Inputs) -> Tensor:
 
 
 def in_parts(attend: Callable[[slice], Tensor], query_BRHC: Tensor, key_BFGC: Tensor) -> Tensor:
-    """Return the outputs of all rows, for a function of some rows whose masks of all slots have limited size."""
+    """Return the outputs of all rows, by calling `attend` for chunks of rows that limit the size of the mask."""
     (batch, rows, heads), slots = query_BRHC.shape[:3], key_BFGC.shape[1]
     parts = slices(rows, max(1, 8 * scratch_elements(query_BRHC.device) // (batch * heads * slots)))
     outs = [attend(part) for part in parts]
@@ -75,8 +76,7 @@ def in_parts(attend: Callable[[slice], Tensor], query_BRHC: Tensor, key_BFGC: Te
 
 
 def _by_blocks(inputs: Inputs) -> Tensor:
-    """Attend in blocks of about `width` rows, each to the run of slots that its rows can see, as in
-    `gsm_kernels.joint`."""
+    """Attend in blocks of about `width` rows, each to the slots that its rows can see. See `gsm_kernels.joint`."""
     query_BRHC, key_BFGC, value_BFGC, first_BR, last_BR, width, _ = inputs
     assert width is not None
     (batch, rows), (slots, groups) = query_BRHC.shape[:2], key_BFGC.shape[1:3]
@@ -88,7 +88,7 @@ def _by_blocks(inputs: Inputs) -> Tensor:
 
 
 def _block_mask(first_BR: Tensor, last_BR: Tensor, blocks: Cut) -> Tensor:
-    """Return the mask of the block's slots that each row sees, bool [B * n, Q, Y]; rows without any see the last."""
+    """Return which slots of its block each row sees, bool [B*n,Q,Y]; a row that sees none is given the last."""
     device, before = first_BR.device, blocks.entries - blocks.rows - (blocks.width - 1)
     block_n1 = torch.arange(blocks.count, device=device)[:, None]
     slot_nY = before + block_n1 * blocks.size + torch.arange(blocks.span, device=device)
@@ -99,10 +99,7 @@ def _block_mask(first_BR: Tensor, last_BR: Tensor, blocks: Cut) -> Tensor:
 
 
 def _attend_whole(query_BRHC: Tensor, key_BFGC: Tensor, value_BFGC: Tensor) -> Tensor:
-    """Attend from the last R of F slots to all slots up to each, heads first, without a mask, for a fast kernel.
-
-    A single row sees everything.
-    """
+    """Attend causally from the last R of F slots, without a mask tensor, so that PyTorch can use a fused kernel."""
     rows, slots, shared = query_BRHC.shape[1], key_BFGC.shape[1], query_BRHC.shape[2] // key_BFGC.shape[2]
     heads_first = (x.transpose(1, 2) for x in (query_BRHC, key_BFGC, value_BFGC))
     mask = causal_lower_right(rows, slots) if 1 < rows < slots else None
@@ -113,10 +110,10 @@ def _attend_whole(query_BRHC: Tensor, key_BFGC: Tensor, value_BFGC: Tensor) -> T
 
 
 def _attend_chunk(query_BRHC: Tensor, key_BFGC: Tensor, value_BFGC: Tensor) -> Tensor:
-    """Attend from the last R of F slots to all slots up to each, on a CPU, without gradients.
+    """Attend causally from the last R of F slots, on a CPU, without gradients.
 
-    The CPU's fast kernel requires R = F, so it runs twice: on the slots before the R rows, and on their own slots. The
-    sums of exponentials that it returns combine the two outputs. They have no gradient, so this is only for prefill.
+    PyTorch's fused CPU kernel is causal only for R = F. So it runs twice, on the F - R earlier slots and on the last R,
+    and the log-sum-exps that it returns combine the two outputs. These have no gradient, so this is for prefill only.
     """
     rows, shared = query_BRHC.shape[1], query_BRHC.shape[2] // key_BFGC.shape[2]
     query, key, value = (x.transpose(1, 2) for x in (query_BRHC, key_BFGC, value_BFGC))
@@ -129,7 +126,7 @@ def _attend_chunk(query_BRHC: Tensor, key_BFGC: Tensor, value_BFGC: Tensor) -> T
 
 
 def attend_masked(query_BRHC: Tensor, key_BFGC: Tensor, value_BFGC: Tensor, mask_BGRF: Tensor) -> Tensor:
-    """Run PyTorch's attention with a mask, heads first; the mask may be the same for all key heads, with G = 1."""
+    """Attend with a mask [B,G,R,F], or [B,1,R,F] for all key heads; True is visible."""
     groups, shared = key_BFGC.shape[2], query_BRHC.shape[2] // key_BFGC.shape[2]
     key, value = key_BFGC.transpose(1, 2), value_BFGC.transpose(1, 2)
     query = query_BRHC.unflatten(2, (groups, shared)).transpose(1, 2).flatten(2, 3)

@@ -1,7 +1,7 @@
-"""xformers' memory-efficient attention with its built-in masks; imported only when needed.
+"""xformers' memory-efficient attention with its built-in masks. xformers is imported only when needed.
 
-Its masks are on the host. The guarantee `whole` selects one without a check. Packed documents are read from the ranges,
-which waits for the device; this happens only if the rows are all slots, and so never with a memory.
+xformers describes masks by numbers on the host. With `whole`, the mask is known. Otherwise the lengths of packed
+documents are computed from the ranges, which waits for the device; this happens only if R = F, so not in decoding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .reference import Inputs
 
 
 def missing() -> str | None:
-    """Return why it cannot run on this machine, or None."""
+    """Return why xformers cannot run on this machine, or None."""
     return "cannot be traced into a graph" if torch.compiler.is_compiling() else _missing()
 
 
@@ -36,7 +36,7 @@ def _missing() -> str | None:
 
 
 def refuses(inputs: Inputs) -> str | None:
-    """Return why it cannot take this call, or None; values of ranges are checked last, because reading them is slow."""
+    """Return why xformers cannot take this call, or None. The ranges are read last, because that is slow."""
     if (refusal := unfit_for_package(*inputs[:3], waits=not inputs.whole)) is not None:
         return refusal
     channels = inputs.query_BRHC.shape[-1]
@@ -51,17 +51,17 @@ def attend_range(inputs: Inputs) -> Tensor:
     """See `gsm_kernels.attend_range`."""
     mask, shape, groups = mask_of(inputs), inputs.query_BRHC.shape, inputs.key_BFGC.shape[2]
     query = inputs.query_BRHC.unflatten(2, (groups, -1))
-    # Heads of a group share keys and values without a copy: their stride is 0.
+    # `expand` shares keys and values among the heads of a group without a copy.
     shared = (inputs.key_BFGC, inputs.value_BFGC)
     key, value = (x[:, :, :, None].expand(-1, -1, -1, shape[2] // groups, -1) for x in shared)
-    if not inputs.whole:  # packed documents: all sequences of the batch become one row
+    if not inputs.whole:  # packed documents: xformers takes all sequences of the batch as one
         query, key, value = (x.flatten(0, 1)[None] for x in (query, key, value))
     attention = importlib.import_module("xformers.ops.fmha").memory_efficient_attention
     return attention(query, key, value, attn_bias=mask).reshape(shape)
 
 
 def mask_of(inputs: Inputs) -> Any:
-    """Return the mask of xformers for these ranges, or None if there is none."""
+    """Return xformers' mask for these ranges, or None if it has no such mask."""
     with _quiet():
         masks = importlib.import_module("xformers.ops.fmha.attn_bias")
     width = inputs.width
@@ -81,9 +81,10 @@ def mask_of(inputs: Inputs) -> Any:
 
 
 def document_lengths(first_BR: Tensor, last_BR: Tensor, width: int | None) -> list[int] | None:
-    """Return the lengths of all documents in order; None unless every row sees its document's slots up to its own.
+    """Return the lengths of all documents of the batch in order, on the host.
 
-    Padding sees nothing, so it also returns None.
+    The result is None unless every row sees exactly the slots of its document up to its own, at most `width`. So it is
+    None if there is padding, which sees no slot.
     """
     batch, rows = first_BR.shape
     place_R = torch.arange(rows, device=first_BR.device)
@@ -99,7 +100,7 @@ def document_lengths(first_BR: Tensor, last_BR: Tensor, width: int | None) -> li
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress the lines that xformers prints at its first import if its extension does not load."""
+    """Suppress what xformers logs at its first import if its extension does not load."""
     logger = logging.getLogger("xformers")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,6 +1,6 @@
-"""Compiled loops for a CPU, by Numba: each module adds its loops to the operation of the same name.
+"""CPU implementations compiled by Numba. Importing a module registers its loops with the operation of the same name.
 
-Without them, operations run with PyTorch. To remove them, delete this folder and its import in `gsm_kernels`.
+They are optional: without Numba, operations run with PyTorch.
 """
 
 from . import attend, attend_range, index_top_k, mhc, rms_norm, swiglu

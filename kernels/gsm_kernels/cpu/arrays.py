@@ -1,4 +1,4 @@
-"""Building blocks of compiled loops, in float32: arrays at addresses, matrix products, and vectorisable functions."""
+"""Building blocks of compiled loops in float32: arrays at addresses, matrix products, and vectorisable functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .native import compiled
 def _pointer(element: types.Type) -> Any:
     @intrinsic
     def pointer(typing: Any, address: Any) -> Any:
-        """Return the pointer to the elements at an address."""
+        """Return a pointer to the elements at an address."""
 
         def generated(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             """Write the instructions."""
@@ -44,7 +44,7 @@ def integers(address, shape):
 
 @njit(inline="always")
 def halves(address, shape):
-    """Return the array of 2-byte numbers at an address, as integers."""
+    """Return the array of bfloat16 at an address, as 2-byte integers."""
     return carray(_uint16(address), shape)
 
 
@@ -52,8 +52,8 @@ def halves(address, shape):
 def exp(x):
     """Return e^x for a float32, within five units in the last place; 0 below -87, NaN for NaN.
 
-    The C library's function would prevent vectorisation of the loop. x = k ln 2 + r, with ln 2 in two parts; a
-    polynomial for e^r (Cephes' `expf`), and k as an exponent.
+    The C library's function would prevent vectorisation of the loop. Here x = k ln 2 + r, with ln 2 in two parts; e^r
+    is a polynomial (that of Cephes' `expf`), and k is added to the exponent.
     """
     x = np.float32(88.3) if x > np.float32(88.3) else x
     k = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
@@ -69,7 +69,7 @@ def exp(x):
 
 
 def _lines(short: bool, add: bool) -> Any:
-    """Return a function that copies sixteen numbers, of two bytes if `short`, or adds them if `add`."""
+    """Return a function that copies sixteen numbers, or with `add` adds them; with `short`, it reads bfloat16."""
 
     @intrinsic
     def lines(typing: Any, given: Any, into: Any) -> Any:
@@ -97,14 +97,14 @@ _copy16, _widen16, _add16 = _lines(False, False), _lines(True, False), _lines(Fa
 
 @compiled
 def add(address, count, into):
-    """Add `count` numbers at one address to those at another; `count` is a multiple of 16."""
+    """Add `count` float32 numbers at `address` to those at `into`; `count` is a multiple of 16."""
     for c in range(0, count, 16):
         _add16(address + 4 * c, into + 4 * c)
 
 
 @compiled
 def read(address, size, count, into):
-    """Copy numbers of four bytes (float32) or two bytes (bfloat16) to float32 at another address."""
+    """Copy `count` numbers of `size` bytes, 4 (float32) or 2 (bfloat16), at `address` to float32 at `into`."""
     whole = count // 16 * 16
     if size == 4:
         for c in range(0, whole, 16):
@@ -123,30 +123,30 @@ def read(address, size, count, into):
 
 
 def _tile(rows: int, lanes: int) -> Any:
-    """Return a matrix product of `rows` rows and `lanes` columns that stays in registers until it is finished.
+    """Return a function for a matrix product of `rows` rows and `lanes` columns, with its sums in registers.
 
-    It is written as vector instructions, because a loop that goes to memory for every sum takes three times as long.
+    It is written in vector instructions, because a compiled loop keeps the sums in memory and is three times slower.
     """
 
     @intrinsic
     def tile(typing: Any, a: Any, a_row: Any, a_inner: Any, b: Any, b_inner: Any, out: Any, out_row: Any,
              inner: Any, add: Any) -> Any:  # fmt: skip
-        """Compute out = a b, or out += a b if `add`; arrays are addresses and strides, counted in elements."""
+        """Compute out = a b, or with `add` out += a b. Arrays are given as addresses and strides in elements."""
 
         def generated(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             """Write the instructions."""
-            builder.function.attributes.add("noinline")  # otherwise LLVM compiles it again at every call
+            builder.function.attributes.add("noinline")  # otherwise LLVM compiles it again for every call site
             a, a_row, a_inner, b, b_inner, out, out_row, inner, add = arguments
             number, index = ir.FloatType(), ir.IntType(64)
             vector, nothing = ir.VectorType(number, lanes), ir.Constant(ir.VectorType(number, lanes), ir.Undefined)
             everywhere = ir.Constant(ir.VectorType(ir.IntType(32), lanes), None)
 
             def place(address: Any, offset: Any) -> Any:
-                """Return the pointer to the number at an offset from an address."""
+                """Return a pointer to the number at an offset from an address."""
                 return builder.gep(builder.inttoptr(address, number.as_pointer()), [offset])
 
             def line(pointer: Any) -> Any:
-                """Return the pointer to the `lanes` numbers from a number on."""
+                """Return a pointer to the `lanes` numbers that begin at a number."""
                 return builder.bitcast(pointer, vector.as_pointer())
 
             counts = [ir.Constant(index, row) for row in range(rows)]
@@ -188,10 +188,10 @@ _tile4, _tile2, _tile1, _narrow8, _narrow1 = _tile(4, 16), _tile(2, 16), _tile(1
 
 @compiled
 def multiply(a, a_row, a_inner, b, b_inner, out, out_row, rows, inner, columns, add):
-    """Compute out[rows, columns] = a[rows, inner] b[inner, columns]; add to the old values if `add`.
+    """Compute out[rows, columns] = a[rows, inner] b[inner, columns], or with `add` add to out.
 
-    The arrays are addresses and strides, counted in elements; column strides are 1. Columns are computed in multiples
-    of 16, or of 8 for up to eight columns; b and out must have room for them.
+    Arrays are given as addresses and strides in elements; the columns of b and out are contiguous. Columns are computed
+    in multiples of 16, or 8 for up to eight columns; b and out must have room for these.
     """
     if columns <= 8:
         row = 0
@@ -214,7 +214,7 @@ def multiply(a, a_row, a_inner, b, b_inner, out, out_row, rows, inner, columns, 
             _tile1(a + 4 * row * a_row, a_row, a_inner, b_at, b_inner, out_at + 4 * row * out_row, out_row, inner, add)
 
 
-# Shuffle masks of the additions between two lines: four rounds reduce sixteen lines to their sums.
+# Shuffle masks for the addition of two vectors: four rounds reduce sixteen vectors to their sixteen sums.
 _FOURS = ([0, 16, 1, 17], [2, 18, 3, 19]), ([0, 1, 16, 17], [2, 3, 18, 19])
 _ROUNDS = [[[at + i for at in (0, 4, 8, 12) for i in four] for four in pair] for pair in _FOURS]
 _ROUNDS += [[[at + i for at in starts for i in range(4)] for starts in ((0, 8, 16, 24), (4, 12, 20, 28))]] * 2
@@ -226,7 +226,7 @@ def _line(builder: Any, address: Any) -> Any:
 
 
 def _dots(typing: Any, vector: Any, size: Any, entry: Any, step: Any, out: Any) -> Any:
-    """Compute the products of a vector with sixteen others, `step` apart; `size` is a multiple of 16."""
+    """Compute the dot products of a vector with sixteen others, `step` bytes apart; `size` is a multiple of 16."""
 
     def generated(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         """Write the instructions."""
@@ -258,7 +258,7 @@ def _dots(typing: Any, vector: Any, size: Any, entry: Any, step: Any, out: Any) 
 
 
 def _peak(typing: Any, address: Any) -> Any:
-    """Return the largest of 64 numbers at an address; NaN may be missed."""
+    """Return the largest of 64 numbers at an address; NaN may be ignored."""
 
     def generated(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         """Write the instructions."""
@@ -284,10 +284,10 @@ peak: Any = intrinsic(_peak)
 
 @compiled
 def dots(groups, shared, size, vectors, entries, step, out, out_row):
-    """Compute the products of vectors with sixteen entries, out[groups * shared, 16].
+    """Compute the dot products of groups * shared vectors with sixteen entries, out[groups * shared, 16].
 
-    An entry has one vector per group, concatenated, of a size that is a multiple of 16; `shared` vectors use it.
-    Entries are `step` bytes apart.
+    An entry is the concatenation of one vector per group; `shared` of the vectors are multiplied by it. `size` is a
+    multiple of 16, and entries are `step` bytes apart.
     """
     for h in range(groups * shared):
         _dots16(vectors + 4 * h * size, size, entries + 4 * (h // shared) * size, step, out + 4 * h * out_row)

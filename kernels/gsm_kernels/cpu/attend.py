@@ -1,7 +1,7 @@
-"""Attention over a window and a selection on a CPU: compiled loops.
+"""Attention over a window and a selection on a CPU, by compiled loops.
 
-Backward keeps nothing but the inputs and computes the softmax again. Gradients of window and bank entries are first
-summed over parts of the rows, then over the parts. The parts do not depend on the number of threads.
+Only the inputs are saved; backward computes the softmax again. Gradients of window and bank entries are summed within
+parts of the rows, then over the parts. The parts do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..dispatch import Impl
 from ..register import register
 from .native import loops, missing, places, run, unfit, wide
 
-LANES = 32  # heads of neighbouring queries that are computed together; see `loops`
-THREAD = 1 << 20  # multiplications that are worth a thread
-PARTS, PART = 16, 256  # parts of a backward at most, and rows that are worth one
+LANES = 32  # (query, head) pairs that are computed together; see `loops.attend`
+THREAD = 1 << 20  # multiplications per thread, at least
+PARTS, PART = 16, 256  # parts of a backward, at most, and rows per part, at least
 
 
 class _Given(NamedTuple):
-    """The first arguments of both loops, in their order."""
+    """The first arguments of both loops, in order. Steps count elements, sizes bytes."""
 
     rows: int
     entries: int
@@ -53,7 +53,7 @@ class _Given(NamedTuple):
 
     @property
     def least(self) -> int:
-        """Blocks of queries that are worth a thread."""
+        """Blocks of queries per thread, at least."""
         each = self.queries * self.heads * self.channels * (min(self.width, self.entries) + self.picks)
         return -(-THREAD // max(each, 1))
 
@@ -74,8 +74,8 @@ def _given(query, window, position, width, sink, cos, sin, bank, index, bias) ->
 
 
 def _entries(x: Tensor) -> Tensor:
-    """Return the same in float32 or bfloat16, without gaps inside a sequence. A loop reads both dtypes, so a memory is
-    not converted, and nothing is copied but the entries attended to."""
+    """Return entries in float32 or bfloat16, contiguous within a sequence. The loops read both dtypes and any distance
+    between sequences, so that a cache is neither converted nor copied."""
     x = x if x.dtype in (torch.float32, torch.bfloat16) else x.to(torch.float32)
     _, step, last = x.stride()
     return x if last == 1 and step == x.shape[2] else x.contiguous()
@@ -90,7 +90,7 @@ def _forward(*arguments) -> Tensor:
 
 
 def _backward(grad, *arguments):
-    """The gradients of `Inputs.learned`; without elements where there is no bank or bias."""
+    """Return the gradients of `Inputs.learned`, empty for a bank or bias that is None."""
     inputs, call = Inputs(*arguments), _given(*arguments)
     batch, channels, reach = len(grad), call.channels, min(call.width, call.entries) - 1
     parts = max(1, min(PARTS // max(batch, 1), call.rows // PART))
@@ -118,7 +118,7 @@ def _backward(grad, *arguments):
 
 
 def _sum(parts: Tensor) -> Tensor:
-    """The sum over the second dimension, one after the other."""
+    """Return the sum over the second dimension, in order."""
     total = parts[:, 0] if parts.shape[1] else parts.sum(1)
     for part in range(1, parts.shape[1]):
         total += parts[:, part]

@@ -1,4 +1,4 @@
-"""The choice of slots on a CPU: products by PyTorch's matrix product, the rest by compiled loops, row by row."""
+"""Top-k selection on a CPU: PyTorch computes the matrix products, and compiled loops do the rest row by row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..index_top_k.reference import row_slices
 from ..register import noted, register
 from .native import loops, missing, places, run, unfit
 
-LEAST = 1 << 13  # slots that are worth a thread
+LEAST = 1 << 13  # slots per thread, at least
 
 
 @torch.no_grad()
@@ -34,9 +34,16 @@ def _blocks(*arguments: Any) -> Tensor:
 
 
 def _choose(loop: Any, inputs: Inputs, numbers: tuple[int, ...], tensors: tuple[Any, ...]) -> Tensor:
-    """Return the k choices of a loop for every row. Rows are taken in chunks with products that fit the scratch memory.
-    A chunk has the slots up to the last that it sees: in a long text half of all, in a bank with free room the written
-    ones. While a call is recorded, a chunk has all slots: at a repetition more of them are visible."""
+    """Return the choices of a loop for every row, [B,R,k].
+
+    Rows are processed in chunks whose products fit the scratch memory. A chunk computes only slots up to the last that
+    its rows see. While a call is recorded, it computes all slots, because more are visible when the call is repeated.
+
+    Args:
+        loop: `top_k` or `blocks`.
+        inputs: the inputs of the operation.
+        numbers, tensors: further arguments of the loop.
+    """
     batch, rows, heads, width = inputs.query_BRJI.shape
     query_BRJI, weight_BRJ, key_BFI = (at_least_float32(x) for x in inputs[:3])
     weight_BRJ, slots = weight_BRJ.contiguous(), key_BFI.shape[1]

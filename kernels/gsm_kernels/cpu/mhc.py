@@ -1,7 +1,7 @@
-"""The hyper-connections on a CPU: compiled loops, and matrix products by PyTorch.
+"""The hyper-connections on a CPU, by compiled loops and PyTorch's matrix products.
 
-Kept for backward: the inputs, and a token's numbers and inverse rms (100 bytes for four streams). Sinkhorn's divisors
-are computed again.
+Saved for backward are the inputs, and each token's numbers and inverse rms (100 bytes for four streams). Sinkhorn's
+divisors are computed again.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ..mhc.inputs import LEARNED, Inputs
 from ..register import register
 from .native import loops, missing, run, unfit, wide
 
-STREAMS = 4
-LEAST = 64  # tokens that are worth a thread
+STREAMS = 4  # supported number of streams
+LEAST = 64  # tokens per thread, at least
 
 
 def refuses(inputs: Inputs) -> str | None:
-    """Return why this call is not for the loops."""
+    """Return why the loops cannot take this call, or None."""
     if inputs.streams_BRXD.shape[2] != STREAMS:
         return f"made for {STREAMS} streams, got {inputs.streams_BRXD.shape[2]}"
     return unfit(*inputs[:5])
@@ -34,7 +34,7 @@ def mhc_boundary(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _forward(streams_BRXD, update_BRD, phi, bias, scale, rounds, eps, hc_eps):
-    """Return both results, and a token's tensors for backward: numbers and inverse rms."""
+    """Return both results, and each token's numbers and inverse rms for backward."""
     streams, update, phi, bias, scale = map(wide, (streams_BRXD, update_BRD, phi, bias, scale))
     tokens, width = update.shape[:2].numel(), update.shape[2]
     number = linear(streams.view(tokens, STREAMS * width), phi)
@@ -45,7 +45,7 @@ def _forward(streams_BRXD, update_BRD, phi, bias, scale, rounds, eps, hc_eps):
 
 
 def _backward(left_grad, mixed_grad, number, inverse, *arguments):
-    """The gradients of the five tensors among the inputs."""
+    """Return the gradients of streams, update, phi, bias and scale."""
     *_, rounds, _, hc_eps = arguments
     streams, update, phi, bias, scale, *grads = map(wide, (*arguments[:5], left_grad, mixed_grad))
     tokens, width = inverse.numel(), update.shape[-1]

@@ -1,12 +1,12 @@
-"""Conditions for loops on the CPU, their compilation, and their call.
+"""Compile and call Numba loops on the CPU, and check whether they can take a call.
 
-Every operation with such loops has two files. The one in this folder has its refusals, shapes and autograd; it imports
-no Numba, so that the package can be imported without it. The one in `loops` has the compiled functions, which the first
-imports when it runs. Numba compiles a loop at its first call, in 1 to 7 seconds, and caches the code on disk.
+An operation with such loops has two files. The file in `loops` contains the compiled functions. The file in this folder
+contains the conditions, shapes and autograd; it imports the other when it first runs, so that the package can be
+imported without Numba. Numba compiles a loop at its first call, in 1 to 7 seconds, and caches the code on disk.
 
-A loop takes addresses and makes arrays of them, because Numba needs a microsecond for each array argument, and a
-decoded token makes a hundred calls. A loop processes the items from first to last. `torch.get_num_threads()` threads
-share the items (see `gsm_kernels.cpu.threads`), and the results do not depend on the number of threads.
+A loop takes addresses instead of arrays, because Numba needs a microsecond for each array argument, and a decoded token
+makes a hundred calls. A loop processes the items [first, last). `torch.get_num_threads()` threads share the items (see
+`gsm_kernels.cpu.threads`), and the results do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ..register import take_note
 from .threads import share
 
 HERE = Path(__file__).parent
-_decorating = threading.Lock()  # Numba's setting of the cache folder is global
+_decorating = threading.Lock()  # because Numba's cache folder is a global setting
 
 
 def missing() -> str | None:
-    """Return why compiled loops can take no call on this machine, or None."""
+    """Return why compiled loops cannot run on this machine, or None."""
     return _missing()
 
 
@@ -50,15 +50,15 @@ def _missing() -> str | None:
     return "NUMBA_DISABLE_JIT is set" if numba.config.DISABLE_JIT else None
 
 
-# A graph cannot query it; see `gsm_kernels.launch`.
+# torch.compile cannot trace it; see `gsm_kernels.launch`.
 missing._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def unfit(*given: Any, **named: Any) -> str | None:
-    """Return why a call cannot go to a compiled loop, or None: its tensors are on a CPU, and none is in float64.
+    """Return why a compiled loop cannot take a call, or None. Tensors must be on a CPU, and not in float64.
 
     Args:
-        given, named: the arguments of an operation, or its `Inputs`; all but tensors are ignored.
+        given, named: the arguments of an operation, or its `Inputs`; only tensors are checked.
     """
     arguments = given[0] if given and isinstance(given[0], tuple) else given
     for x in (*arguments, *named.values()):
@@ -72,30 +72,30 @@ def unfit(*given: Any, **named: Any) -> str | None:
 
 
 def places(x: Tensor) -> Tensor:
-    """Return integers as loops read them: int64, contiguous."""
+    """Return `x` as int64 and contiguous, as loops read integers."""
     return (x if x.dtype is torch.int64 else x.to(torch.int64)).contiguous()
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return numbers as loops read them: float32, contiguous."""
+    """Return `x` as float32 and contiguous, as loops read numbers."""
     return (x if x.dtype is torch.float32 else x.to(torch.float32)).contiguous()
 
 
 @functools.cache
 def loops(operation: str) -> ModuleType:
-    """Return the compiled functions of an operation; they are imported at the first call."""
+    """Import and return the module with the compiled functions of an operation."""
     return importlib.import_module(f".loops.{operation}", __package__)
 
 
 def compiled(function: Callable[..., Any], inline: bool = False) -> Any:
-    """Decorate a loop, to be compiled at its first call or read from the cache.
+    """Decorate a loop. Numba compiles it at its first call, or reads it from the cache on disk.
 
-    Sums may be reordered; infinities and NaN are preserved.
+    The compiler may reorder sums; infinities and NaN are preserved.
     """
     import numba
     from numba.core import config
 
-    settings: Any = config  # its attributes are defined at import
+    settings: Any = config  # a type checker does not know its attributes, which are set at import
     folder, fast = cache_folder(), {"reassoc", "contract", "arcp", "nsz"}
     with _decorating:
         before, settings.CACHE_DIR = settings.CACHE_DIR, folder
@@ -107,22 +107,22 @@ def compiled(function: Callable[..., Any], inline: bool = False) -> Any:
 
 
 def part(function: Callable[..., Any]) -> Any:
-    """Decorate a function that loops call, to be compiled into each of them.
+    """Decorate a function that loops call, so that it is inlined into each of them.
 
-    Otherwise, a process that compiles would call the separately compiled function, and a process that reads the cache
-    would run the one compiled with the loop. Their sums may have different orders, so that a resumed run would differ
-    in its last bits.
+    Without inlining, a process that compiles a loop would call the separately compiled function, and a process that
+    reads the cache would use the copy in the loop. Their sums may have different orders, so that a resumed run would
+    differ in the last bits.
     """
     return compiled(function, inline=True)
 
 
 @functools.cache
 def cache_folder() -> str:
-    """Return the folder of compiled code; empty if no folder is writable.
+    """Return the folder of compiled code, or "" if no folder is writable.
 
     Its name is a hash of the sources, because Numba does not detect changes of inlined functions in other files, and of
-    the processor, because machines with a shared disk must not use each other's code. It is in NUMBA_CACHE_DIR if that
-    is set, else next to these files, or in the user's cache folder if that is not writable.
+    the processor, because machines may share a disk. The folder is in NUMBA_CACHE_DIR if that is set, otherwise in
+    __pycache__ next to this file, or in the user's cache folder if that is not writable.
     """
     from llvmlite import binding
 
@@ -143,13 +143,13 @@ def cache_folder() -> str:
 
 
 def run(loop: Callable[..., None], items: int, *arguments: Tensor | float, least: int = 1) -> None:
-    """Run loop(first, last, *arguments) over all items, on PyTorch's number of threads.
+    """Run loop(first, last, *arguments) over all items, on `torch.get_num_threads()` threads.
 
     Args:
         loop: the compiled loop.
         items: number of items.
-        arguments: numbers, and contiguous tensors, which the loop gets as addresses.
-        least: smallest number of items per OpenMP thread; a thread's items begin at a multiple of it.
+        arguments: numbers, and contiguous tensors, which are passed as addresses.
+        least: smallest number of items per OpenMP thread; the first item of a thread is a multiple of it.
     """
     words = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
     try:

@@ -1,7 +1,7 @@
-"""RMSNorm on a CPU by compiled loops, which keep nothing for backward but the inputs.
+"""RMSNorm on a CPU, by compiled loops. Only the inputs are saved for backward.
 
-PyTorch's own `F.rms_norm` is six operations on a CPU. Its forward takes twice the time of these loops for a thousand
-rows of 128 numbers, and the same time for one row; its backward takes three times as long.
+PyTorch's `F.rms_norm` is six operations on a CPU. Its forward takes twice the time of these loops for a thousand rows
+of 128 elements, and the same time for one row; its backward takes three times as long.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..rms_norm import rms_norm as operation
 from ..rms_norm.reference import rotated
 from .native import loops, missing, run, unfit, wide
 
-LEAST = 1 << 16  # numbers that are worth a thread
+LEAST = 1 << 16  # elements per thread, at least
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -42,7 +42,7 @@ _operator = register("rms_norm", _forward, backward=_backward, learned=("x", "we
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float = 1e-6, cos_BRP: Tensor | None = None, sin_BRP: Tensor | None = None
 ) -> Tensor:
-    """See `gsm_kernels.rms_norm`. PyTorch rotates."""
+    """See `gsm_kernels.rms_norm`. The rotation is PyTorch's."""
     return rotated(_operator(x, weight, eps), cos_BRP, sin_BRP)
 
 

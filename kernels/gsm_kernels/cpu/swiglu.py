@@ -1,4 +1,4 @@
-"""The clamped SwiGLU product on a CPU by compiled loops, which read their inputs once and keep nothing but them."""
+"""The clamped SwiGLU product on a CPU, by compiled loops. Only the inputs are saved for backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..register import register
 from ..swiglu import swiglu as operation
 from .native import loops, missing, run, unfit, wide
 
-LEAST = 1 << 13  # numbers that are worth a thread
+LEAST = 1 << 13  # elements per thread, at least
 
 
 def _forward(gate: Tensor, up: Tensor, limit: float) -> Tensor:

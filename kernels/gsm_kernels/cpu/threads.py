@@ -1,10 +1,9 @@
-"""Distribution of a compiled loop over threads: OpenMP's if PyTorch includes GNU's OpenMP (Linux), else Python's.
+"""Run a compiled loop on several threads: OpenMP threads if PyTorch includes GNU OpenMP (Linux), else Python threads.
 
-OpenMP's threads also run PyTorch's own operations. They spin for a while between tasks, so that starting a loop
-takes 2 to 4 microseconds. All of them take part, even without work: GNU's OpenMP ends the threads outside of a smaller
-team, and PyTorch's next operation would have to start them again. Python's threads sleep between tasks and share the
-interpreter lock with the caller. This takes 15 to 100 microseconds, for loops that may take 100 microseconds
-themselves.
+OpenMP threads also run PyTorch's operations. They spin for a while between tasks, so that starting a loop takes 2 to 4
+microseconds. A loop always starts all of them: GNU OpenMP would end the threads outside of a smaller team, and the next
+operation of PyTorch would have to start them again. Python threads sleep between tasks and share the interpreter lock
+with the caller. Starting them takes 15 to 100 microseconds, which may be as long as the loop itself.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ from typing import Any
 
 import torch
 
-SLOWER = 8  # factor of the smallest number of items for a Python thread
-_STARTED = os.getpid()  # a forked process has none of these threads, but OpenMP assumes that it has
+SLOWER = 8  # a Python thread takes at least `least` times this number of items
+_STARTED = os.getpid()  # a forked process does not have the OpenMP threads, although OpenMP assumes that it does
 
-# otherwise PyTorch's operations wait for these threads for ever, e.g. in a DataLoader
+# Without this, PyTorch's operations in a forked process, e.g. a DataLoader worker, wait for these threads forever.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 def share(loop: Callable[..., None], items: int, arguments: Sequence[float], least: int) -> None:
-    """Run a loop over all items, in parts of equal size, on PyTorch's number of threads.
+    """Run a loop over all items, in parts of equal size, on `torch.get_num_threads()` threads.
 
     Args:
-        loop: takes the first and the last item of a part, and `arguments`.
+        loop: takes the first item of a part, the end of the part (exclusive), and `arguments`.
         items: number of items.
         arguments: the other arguments of the loop.
-        least: smallest number of items per OpenMP thread; a part begins at a multiple of it.
+        least: smallest number of items per OpenMP thread; the first item of a part is a multiple of it.
     """
     if torch.get_num_threads() == 1 or items <= least:
         loop(0, items, *arguments)
@@ -48,7 +47,7 @@ def share(loop: Callable[..., None], items: int, arguments: Sequence[float], lea
 
 
 def _part(items: int, least: int) -> int:
-    """Return the number of items per part: equal for all threads, and a multiple of `least`."""
+    """Return the number of items per part, a multiple of `least`."""
     parts = min(torch.get_num_threads(), -(-items // least))
     return -(-items // (parts * least)) * least
 
@@ -61,20 +60,20 @@ def _pooled(loop: Callable[..., None], items: int, arguments: Sequence[float], l
     try:
         loop(0, min(each, items), *arguments)
     finally:
-        wait(pieces)  # they write to tensors that an error would release
+        wait(pieces)  # they write to tensors that the caller may release after an error
     for other in pieces:
         other.result()
 
 
 @functools.cache
 def _pool(process: int) -> ThreadPoolExecutor:
-    """Return the pool of threads beside the caller's own; a forked process gets a new one."""
+    """Return the pool of Python threads; a forked process gets a new one."""
     return ThreadPoolExecutor(max_workers=256, thread_name_prefix="gsm_kernels")
 
 
-# The function that each OpenMP thread runs: the part with its own number, and every `threads`-th part after it if there
-# are fewer threads than parts. Its argument is an array of 8-byte words: a status, the number of items, the items per
-# part, and the other arguments of the loop, which is called with Numba's calling convention.
+# LLVM code of the function that each OpenMP thread runs. Thread n runs part n and, if there are fewer threads than
+# parts, every `threads`-th part after it. The argument is an array of 8-byte words: a status, the number of items, the
+# items per part, and the other arguments of the loop. The loop is called by Numba's calling convention.
 MEMBER = """
 define void @member(ptr %words) {{
 begin:
@@ -115,11 +114,11 @@ end:
 
 @dataclass(frozen=True)
 class _Team:
-    """One loop, ready for OpenMP's threads.
+    """A loop that is compiled for OpenMP threads.
 
     Attributes:
-        member: address of the C function that each thread runs.
-        words: packing of its arguments.
+        member: address of the function that each thread runs.
+        words: format of its argument.
         engine: owns the machine code.
     """
 
@@ -128,7 +127,11 @@ class _Team:
     engine: Any
 
     def run(self, items: int, threads: int, each: int, arguments: Sequence[float]) -> None:
-        """Run the loop over all items, `each` at a time. Raises RuntimeError if the loop raises an error."""
+        """Run the loop over all items, in parts of `each`.
+
+        Raises:
+            RuntimeError: if the loop raises an error.
+        """
         words = ctypes.create_string_buffer(self.words.pack(0, items, each, *arguments))
         _library().GOMP_parallel(ctypes.c_void_p(self.member), words, threads, 0)
         if status := struct.unpack_from("q", words)[0]:
@@ -136,7 +139,7 @@ class _Team:
 
 
 def _team(loop: Callable[..., None], arguments: Sequence[float]) -> _Team | None:
-    """Return the loop for OpenMP's threads with arguments of these types; None if they cannot run it."""
+    """Return the loop for OpenMP threads, for arguments of these types; None if OpenMP cannot run it."""
     compiled = hasattr(loop, "overloads")
     if not compiled or os.getpid() != _STARTED or _library() is None:
         return None
@@ -145,7 +148,7 @@ def _team(loop: Callable[..., None], arguments: Sequence[float]) -> _Team | None
 
 @functools.cache
 def _library() -> Any:
-    """Return GNU's OpenMP as loaded by PyTorch, or None."""
+    """Return the GNU OpenMP library that PyTorch has loaded, or None."""
     for path in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"):
         with contextlib.suppress(OSError, AttributeError):
             library = ctypes.CDLL(str(path))
@@ -156,7 +159,7 @@ def _library() -> Any:
 
 @functools.cache
 def _member(loop: Any, kinds: str) -> _Team:
-    """Compile the loop, unless it is cached, and the function that calls it (milliseconds)."""
+    """Compile the loop, unless it is cached on disk, and the function that calls it (a few milliseconds)."""
     from llvmlite import binding
     from numba import float64, int64
 

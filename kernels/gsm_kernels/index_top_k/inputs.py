@@ -1,4 +1,4 @@
-"""The arguments of `index_top_k` and `candidate_pool`."""
+"""The inputs of `index_top_k` and `candidate_pool`, and their check."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..shapes import agree, require
 
 
 class Inputs(NamedTuple):
-    """The parameters of `gsm_kernels.index_top_k`, described there. `candidate_pool` chooses k blocks."""
+    """The parameters of `gsm_kernels.index_top_k`, documented there; k is the number of blocks in `candidate_pool`."""
 
     query_BRJI: Tensor
     weight_BRJ: Tensor
@@ -38,18 +38,22 @@ def pool(
     blocks: int,
     block: int = 8,
 ) -> Inputs:
-    """The inputs of `candidate_pool`."""
+    """Return the inputs of `candidate_pool`."""
     return Inputs(query_BRJI, weight_BRJ, key_BFI, first_BR, last_BR, blocks, block=block)
 
 
 def chosen(*arguments: Any) -> Tensor:
-    """Return the choices without data, [B,R,k], for the fields of `Inputs`."""
+    """Return the uninitialised result, int64 [B,R,k]; `arguments` are the fields of `Inputs`."""
     inputs = Inputs(*arguments)
     return inputs.first_BR.new_empty(*inputs.first_BR.shape, inputs.k, dtype=torch.int64)
 
 
 def check(op: str, count: str, inputs: Inputs) -> None:
-    """Raise ValueError, in one sentence, if a letter has two sizes, or k (by the name `count`) or block is below 1."""
+    """Check the inputs of operation `op`, which calls its k by the name `count`.
+
+    Raises:
+        ValueError: if a letter has two sizes, or k or block is below 1.
+    """
     agree(op, inputs)
     fits = inputs.k >= 1 and inputs.block >= 1
-    require(op, fits, f"{count} = {inputs.k} and block = {inputs.block} must be at least 1")
+    require(op, fits, f"{count} and block must be at least 1, got {inputs.k} and {inputs.block}")

@@ -1,11 +1,11 @@
-"""Index scores tile by tile, and the k highest of a row's scores, exactly.
+"""Triton kernels that compute index scores tile by tile, and choose the k highest scores of a row exactly.
 
-Letters: J index heads, I their width, F slots, R rows of a sequence, of which a launch takes `rows` from `row0` on, of
-all sequences from `batch0` on; its buffers hold one line per row. A program never meets a row of another sequence.
+Letters: J index heads, I their width, F slots, R rows of a sequence. A launch takes rows [row0, row0 + rows) of the
+sequences from batch0 on; its buffers have one line per row. All rows of a program are in the same sequence.
 """
 
 # pyright: reportGeneralTypeIssues=false
-# To a type checker, a jitted function that is called from another never returns.
+# By Triton's type hints, a call of one kernel from another does not return.
 
 import triton
 import triton.language as tl
@@ -18,10 +18,10 @@ def best_of_groups(
     J: tl.constexpr, I: tl.constexpr, GROUP: tl.constexpr, POOLED: tl.constexpr, WIDTH: tl.constexpr,  # noqa: E741
     ROWS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """The highest visible score among every GROUP neighbouring slots, -inf where none is visible.
+    """Write the highest visible score of each group of GROUP neighbouring slots, -inf if none is visible.
 
-    A program makes a tile of ROWS x SLOTS scores in registers, head after head. Tiles that none of their rows see are
-    left out, and what they would have written stays undefined.
+    A program computes a tile of ROWS x SLOTS scores in registers, one head after the other. A tile is skipped if none
+    of its rows sees a slot of it; its results stay uninitialised.
     """
     row_tiles, slot_tiles = tl.cdiv(rows, ROWS), tl.cdiv(F, SLOTS)
     tile = tl.program_id(0) // slot_tiles
@@ -52,14 +52,14 @@ def best_of_groups(
             fired = tl.maximum(tl.dot(query, tl.trans(key), input_precision="ieee"), 0.0, tl.PropagateNan.ALL)
             score += weight[:, None] * fired
         seen = inside[:, None] & (slot[None, :] >= first[:, None]) & (slot[None, :] < last[:, None])
-        line = (tile // row_tiles) * rows + at  # a chunk's buffers hold far fewer than 2^31 numbers
+        line = (tile // row_tiles) * rows + at  # int32 is enough: the buffers of a chunk are small
         if POOLED:
             ordinal = (slot[None, :] - first[:, None]) // block
             seen &= tl.load(member_ptr + (line[:, None] * ordinals + ordinal), mask=seen, other=0) != 0
         best = tl.where(seen, score, float("-inf"))
         group = start // GROUP + tl.arange(0, SLOTS // GROUP)
         if GROUP > 1:
-            best = tl.where(best > float("-inf"), best, float("-inf"))  # as NaN is never chosen
+            best = tl.where(best > float("-inf"), best, float("-inf"))  # NaN becomes -inf
             best = tl.max(tl.reshape(best, (ROWS, SLOTS // GROUP, GROUP)), 2)
         inside_2d = inside[:, None] & (group < groups)[None, :]
         tl.store(best_ptr + (line[:, None] * groups + group[None, :]), best, mask=inside_2d)
@@ -71,8 +71,11 @@ def choose(
     batch0, row0, rows, R, columns, k,
     GROUP: tl.constexpr, SPAN: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """The k best of the groups (GROUP = 1: of the slots) that a row sees: the k best of SIZE spans of SPAN groups, then
-    the k best of the groups of these. The list of the spans lies where that of the groups will."""
+    """Write the k best groups (with GROUP = 1, slots) that a row sees.
+
+    With SPAN > 1, first choose the k best of SIZE spans of SPAN neighbouring groups, then the k best groups of these.
+    The spans are stored in `out_ptr`, which the groups then overwrite.
+    """
     line, first, last = _row(first_ptr, last_ptr, batch0, row0, rows, R)
     span, low, out = tl.arange(0, SIZE), first // GROUP, out_ptr + line * k
     end = tl.where(first < last, last, 0)
@@ -82,10 +85,10 @@ def choose(
         _write_highest(score, low + span, out, k, SIZE, K)
     else:
         best = tl.full((SIZE,), float("-inf"), tl.float32)
-        for member in range(SPAN):  # one after the other, since all at once would fill the registers
+        for member in range(SPAN):  # one after the other, because all at once would need too many registers
             group = span * SPAN + member
             score = tl.load(score_ptr + group, mask=(low + group) * GROUP < end, other=float("-inf"))
-            best = tl.where(score > best, score, best)  # NaN is not higher
+            best = tl.where(score > best, score, best)  # false for NaN
         _write_highest(best, span, out, k, SIZE, K)
         tl.debug_barrier()
         place = tl.arange(0, K * SPAN)
@@ -103,7 +106,7 @@ def choose_listed(
     batch0, row0, rows, R, columns, ordinals, block, k,
     GROUP: tl.constexpr, POOLED: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """The k best slots of the k groups that are listed for a row, given the scores of all their slots."""
+    """Write the k best slots of the k groups listed for a row, from the scores of all their slots."""
     line, first, last = _row(first_ptr, last_ptr, batch0, row0, rows, R)
     column = tl.arange(0, SIZE)
     group = tl.load(group_ptr + line * k + column // GROUP, mask=column < columns, other=-1)
@@ -121,22 +124,22 @@ def choose_blocks(
     batch0, row0, rows, R, columns, block, k,
     SIZE: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """The k blocks of `block` slots, counted from the first that a row sees, with the highest maxima; the newest is
-    among them whatever its score."""
+    """Write the k blocks with the highest maximum scores. Blocks have `block` slots and are counted from the first slot
+    that a row sees; the newest block is always chosen."""
     line, first, last = _row(first_ptr, last_ptr, batch0, row0, rows, R)
     ordinal = tl.arange(0, SIZE)
     best = tl.full((SIZE,), float("-inf"), tl.float32)
     for place in range(block):
         slot = first + ordinal * block + place
         score = tl.load(score_ptr + line * columns + slot, mask=slot < last, other=float("-inf"))
-        best = tl.where(score > best, score, best)  # NaN is not higher
+        best = tl.where(score > best, score, best)  # false for NaN
     newest = (first < last) & (ordinal == (last - 1 - first) // block)
     _write_highest(tl.where(newest, float("inf"), best), ordinal, out_ptr + line * k, k, SIZE, K)
 
 
 @triton.jit
 def _row(first_ptr, last_ptr, batch0, row0, rows, R):
-    """This program's line in the buffers, and the range of slots its row sees."""
+    """Return this program's line in the buffers, and the range of slots that its row sees."""
     line = tl.program_id(0).to(tl.int64)
     row = (batch0 + line // rows) * R + row0 + line % rows
     return line, tl.load(first_ptr + row).to(tl.int32), tl.load(last_ptr + row).to(tl.int32)
@@ -144,12 +147,11 @@ def _row(first_ptr, last_ptr, batch0, row0, rows, R):
 
 @triton.jit
 def _write_highest(score, name, out_ptr, k, SIZE: tl.constexpr, K: tl.constexpr):
-    """Write the names of the k highest scores above -inf, which NaN is not, in their order, ties to the first, then -1
-    up to k.
+    """Write the elements of `name` at the k highest scores, in the order of their places, then -1 up to k.
 
-    The k-th highest is found bit by bit, from the highest: a bit is set where k scores or more reach the number so
-    far with that bit set. Scores are compared as unsigned numbers of the same order, 0 standing for -inf and NaN. Where
-    there are not more than k, all are taken and nothing is searched.
+    Scores of -inf and NaN are never chosen; of equal scores, the first are. The k-th highest score is found bit by bit,
+    from the highest bit: a bit is set if at least k scores are not less than the number with it. Scores are compared as
+    unsigned integers of the same order, with 0 for -inf and NaN. If at most k scores are valid, there is no search.
     """
     bits = tl.where(score == 0, 0.0, score).to(tl.uint32, bitcast=True)
     order = tl.where((bits >> 31) == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)

@@ -1,4 +1,4 @@
-"""Plain PyTorch index scores and exact selection, in chunks of rows. Letters: N blocks of a pool."""
+"""Plain PyTorch index scores and exact selection, in chunks of rows. Letters: N blocks in a pool."""
 
 from __future__ import annotations
 
@@ -38,31 +38,34 @@ def candidate_pool(inputs: Inputs) -> Tensor:
 
 
 def row_slices(inputs: Inputs) -> list[slice]:
-    """Ranges of rows whose scores of all index heads fit the scratch memory."""
+    """Return ranges of rows whose products with all index heads fit the scratch memory."""
     batch, rows, heads, _ = inputs.query_BRJI.shape
     per_row = batch * heads * inputs.key_BFI.shape[1]
     return slices(rows, max(1, scratch_elements(inputs.query_BRJI.device) // max(1, per_row)))
 
 
 def highest(score: Tensor, k: int) -> Tensor:
-    """Places of the k highest scores above -inf in the last dimension, ascending, ties to the lowest, -1 at the end."""
+    """Return the places of the k highest scores in the last dimension, ascending, then -1.
+
+    Scores of -inf are never chosen; of equal scores, the lowest places are.
+    """
     places, lowest = score.shape[-1], torch.finfo(score.dtype).min
     index = torch.full((*score.shape[:-1], k + 1), -1, device=score.device)
     if k < places:
-        # torch.topk is exact in its values but breaks ties as it likes: keep its threshold, choose among equals here.
+        # torch.topk breaks ties arbitrarily, so take only the k-th value from it, and choose among equal scores here.
         threshold = score.topk(k, -1, sorted=False).values.amin(-1, keepdim=True).clamp_(min=lowest)
         chosen, equal = score > threshold, score == threshold
         chosen |= equal & (equal.cumsum(-1, dtype=torch.int32) <= k - chosen.sum(-1, keepdim=True))
     else:
         chosen = score >= lowest
-    # The n-th chosen place goes to column n, everything else to column 0, which is dropped.
+    # The n-th chosen place goes to column n. All others go to column 0, which is dropped.
     column = chosen.cumsum(-1).mul_(chosen)
     index.scatter_(-1, column, torch.arange(places, device=score.device).expand_as(column))
     return index[..., 1:]
 
 
 def _block_scores(score_BRF: Tensor, first_BR: Tensor, last_BR: Tensor, block: int) -> Tensor:
-    """The highest visible score of each block, [B,R,blocks]; +inf for the newest, -inf where nothing is visible."""
+    """Return the highest visible score of each block, [B,R,blocks]; +inf for the newest, -inf if none is visible."""
     batch, rows, slots = score_BRF.shape
     count = -(-slots // block)
     slot = first_BR[..., None] + torch.arange(count * block, device=score_BRF.device)

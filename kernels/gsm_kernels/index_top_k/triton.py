@@ -1,24 +1,23 @@
-"""Exact selection of slots without a row of scores ever being stored: groups of neighbouring slots first.
+"""Exact top-k selection in Triton, without storing all scores of a row: first groups of neighbouring slots, then slots.
 
-    1. one kernel computes all scores tile by tile and keeps the highest of every GROUP neighbouring slots;
-    2. of these maxima a row's k highest are found, ties to the first;
-    3. the scores of the k * GROUP slots of these groups are computed once more, and the k highest of them written.
+1. A kernel computes all scores tile by tile, and stores the highest of every GROUP neighbouring slots.
+2. A kernel chooses the k groups with the highest maxima.
+3. The scores of the k * GROUP slots in these groups are computed again, and a kernel chooses the k highest.
 
-The k best slots lie in the k best groups: ahead of a slot of any other group stand k groups, each with a higher maximum
-or with an equal one further left, and so k slots. With few slots GROUP is 1, and 2 ends the work. Of many rows, 2 goes
-the same way once more, in one kernel: first the k best spans of neighbouring groups, then the groups of these. Steps 2
-and 3 hold what they choose from in registers and find the k-th highest bit by bit, so no place is sorted and none is
-approximate. A row's buffers hold F / GROUP <= 8,192 numbers and k GROUP scores.
+The k best slots are in the k best groups: for a slot in any other group, each of the k best groups contains a slot with
+a higher score, or an equal score and a lower number. With few slots, GROUP is 1 and step 2 is the last. With many rows,
+step 2 itself has two steps: first the k best spans of neighbouring groups, then the k best groups of these. Steps 2 and
+3 hold their candidates in registers, and find the k-th highest score bit by bit, without sorting. The buffers of a row
+have at most F / GROUP <= 8,192 maxima and k * GROUP scores.
 
-A score that is computed twice, in tiles of different shapes, may differ in its last bit where the sums are not exact;
-the slots chosen are the best by the second one, in groups chosen by the first. On whole numbers there is no difference.
+Steps 1 and 3 may round a score differently, because their tiles have different shapes. Groups are chosen by the first
+score, and slots by the second. If the sums are exact, as for small integers, both scores are equal.
 
-A candidate pool narrows the choice by masks; all scores are still computed, since gathering a pool's keys for every row
-by itself would cost as much as it saves. `candidate_pool` keeps the scores of a chunk of rows, and takes the maxima of
-blocks that are counted from the first slot of each row.
+A candidate pool is applied as a mask. All scores are still computed, because gathering the keys of each row's pool
+would cost as much as it saves. `candidate_pool` stores the scores of a chunk of rows, and takes the maxima of blocks
+that are counted from the first slot of each row.
 
-Source: the score is that of DeepSeek-V3.2's lightning indexer; finding a threshold bit by bit is radix selection with
-digits of one bit.
+Source: the score of DeepSeek-V3.2's lightning indexer; step 2 is a radix selection with digits of one bit.
 """
 
 from __future__ import annotations
@@ -36,25 +35,25 @@ from ..score_slots.triton import score_listed
 from ..tiles import Tile, launch_fastest
 from .inputs import Inputs, chosen
 
-GROUPS = 8192  # groups among which one block of threads chooses: 16 in each of its 512 threads' registers
-ALONE = 132  # rows that are chosen for at the same time, each by a multiprocessor: looking once, wide, is soonest over
-MOST = 16384  # slots or blocks among which it can choose
+GROUPS = 8192  # largest number of groups, among which one program chooses: 16 in the registers of each of 512 threads
+ALONE = 132  # up to this number of rows, one per multiprocessor, a single step without spans is faster
+MOST = 16384  # largest number of slots or blocks among which one program can choose
 
 
 def refuses(inputs: Inputs) -> str | None:
-    """Return why this call is not for the kernels."""
+    """Return why the kernels cannot take this call of `index_top_k`, or None."""
     slots = inputs.key_BFI.shape[1]
     group = group_size(slots)
     if max(inputs.k * group, slots // group) > MOST or group > 64:
-        return f"chooses among {MOST} slots at a time: too few for k = {inputs.k} of {slots}"
+        return f"chooses among at most {MOST} slots at a time, got k = {inputs.k} of {slots} slots"
     return inputs.indexer.unfit() or in_float32(inputs.query_BRJI, inputs.key_BFI)
 
 
 def refuses_pool(inputs: Inputs) -> str | None:
-    """Return why this call is not for the kernels."""
+    """Return why the kernels cannot take this call of `candidate_pool`, or None."""
     slots, blocks, block = inputs.key_BFI.shape[1], inputs.k, inputs.block
     if max(blocks, cdiv(slots, block)) > MOST:
-        return f"chooses among {MOST} blocks, got {slots} slots in blocks of {block} and {blocks} to choose"
+        return f"chooses among at most {MOST} blocks, got {slots} slots in blocks of {block} and {blocks} to choose"
     return inputs.indexer.unfit() or in_float32(inputs.query_BRJI, inputs.key_BFI)
 
 
@@ -94,7 +93,12 @@ _blocks = register("candidate_pool", _candidate_pool, chosen, takes=Inputs)
 
 
 class Search(NamedTuple):
-    """What is searched, contiguous, with the launches of the kernels for a chunk of rows."""
+    """The contiguous inputs of a search, and the launches of its kernels for a chunk of rows.
+
+    Attributes:
+        indexer: queries, weights and keys.
+        first, last: the range of slots that each row sees, [B,R].
+    """
 
     indexer: Indexer
     first: Tensor
@@ -102,11 +106,11 @@ class Search(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Inputs) -> Search:
-        """The search of a call."""
+        """Return the search for the inputs of a call."""
         return cls(inputs.indexer.readable(), inputs.first_BR.contiguous(), inputs.last_BR.contiguous())
 
     def top_k(self, part: Rows, group: int, pool: Tensor | None, block: int, out: Tensor) -> None:
-        """Write the best slots of a chunk. Its buffers are gone before the next chunk's are made."""
+        """Write the best slots of a chunk to `out` [lines, k]."""
         member = None if pool is None else members_of(pool, part, self.indexer.key_BFI.shape[1], block)
         best = self.best_of_groups(part, group, member, block)
         if group == 1:
@@ -118,7 +122,7 @@ class Search(NamedTuple):
         self.choose_listed(groups, part, group, member, block, out)
 
     def best_of_groups(self, part: Rows, group: int, member: Tensor | None, block: int) -> Tensor:
-        """[lines, groups] float32; not written where no row of a tile sees a slot."""
+        """Return the highest score of each group, float32 [lines, groups]; uninitialised in tiles that no row sees."""
         from .kernels import best_of_groups
 
         key = self.indexer.key_BFI
@@ -137,7 +141,7 @@ class Search(NamedTuple):
         return best
 
     def choose(self, best: Tensor, part: Rows, group: int, out: Tensor) -> None:
-        """Write each row's best groups."""
+        """Write the numbers of each row's best groups, from their maxima, to `out` [lines, k]."""
         from .kernels import choose
 
         sizes = (*part.place(self.first.shape[1]), best.shape[1], out.shape[-1])
@@ -148,7 +152,7 @@ class Search(NamedTuple):
     def choose_listed(
         self, groups: Tensor, part: Rows, group: int, member: Tensor | None, block: int, out: Tensor
     ) -> None:
-        """Write the best slots of each row's groups."""
+        """Write the best slots of each row's groups [lines, k] to `out` [lines, k]."""
         from .kernels import choose_listed
 
         k = groups.shape[1]
@@ -159,7 +163,7 @@ class Search(NamedTuple):
         launch(choose_listed, (part.lines,), score, groups, self.first, self.last, pooled, out, *sizes, **options)
 
     def choose_blocks(self, score: Tensor, part: Rows, block: int, out: Tensor) -> None:
-        """Write each row's best blocks."""
+        """Write the numbers of each row's best blocks, from all scores, to `out` [lines, k]."""
         from .kernels import choose_blocks
 
         sizes = (*part.place(self.first.shape[1]), score.shape[1], block, out.shape[-1])
@@ -170,9 +174,9 @@ class Search(NamedTuple):
 def score_tiles(rows: int, dtype: torch.dtype) -> tuple[Tile, ...]:
     """Return the candidates for a program's tile of scores, ROWS x SLOTS.
 
-    64 x 128 products of one head and as many sums over heads are 64 registers each in 128 threads, so that two programs
-    share a multiprocessor: one multiplies matrices while the other adds up. Few rows need small programs, of which
-    there are then enough; float32 has no matrix units to feed.
+    64 x 128 products of one head take 64 registers in each of 128 threads, and so do the sums over heads. Then two
+    programs share a multiprocessor, and one multiplies matrices while the other sums. Few rows have small tiles, so
+    that there are enough programs; so has float32, which does not use tensor cores.
     """
     if rows <= 16:
         shapes = [(16, 128, 2)]
@@ -183,27 +187,31 @@ def score_tiles(rows: int, dtype: torch.dtype) -> tuple[Tile, ...]:
 
 
 def choice(size: int, k: int, span: int = 1) -> dict[str, int]:
-    """How one block of threads chooses k of `size`, then k of the `k span` behind these: 16 of them a thread, which
-    leaves registers for the sums."""
+    """Return launch options to choose k of `size` numbers, then k of `k * span`, with up to 16 numbers per thread.
+
+    More numbers per thread would leave too few registers for the sums.
+    """
     sizes = {"SIZE": power_of_two(size, 16), "K": power_of_two(k, 1)}
     most = max(sizes["SIZE"], sizes["K"] * span)
     return {**sizes, "num_warps": min(max(most // 512, 4), 16)}
 
 
 def group_size(slots: int) -> int:
-    """Neighbouring slots that count as one at first: as few as leave GROUPS groups or less."""
+    """Return the number of slots per group: the smallest power of two that gives at most GROUPS groups."""
     return power_of_two(cdiv(slots, GROUPS), 1)
 
 
 def span_size(groups: int, k: int) -> int:
-    """Neighbouring groups that count as one before k are chosen among all: the numbers that are looked at again and
-    again are then `groups / span` and `k span`, whose sum is least at the root of `groups / k`."""
+    """Return the number of groups per span, or 1 for no spans.
+
+    The two steps search groups / span and k * span numbers; their sum is smallest for span = sqrt(groups / k).
+    """
     span = power_of_two(int((groups / k) ** 0.5) + 1) // 2
     return span if span > 2 else 1
 
 
 def members_of(pool_BRN: Tensor, part: Rows, slots: int, block: int) -> Tensor:
-    """Which blocks of slots are in a row's pool, int8 [lines, ordinals]."""
+    """Return which blocks are in the pool of each row of a chunk, int8 [lines, blocks]: 0 or 1."""
     ordinals = slots // block + 1
     pool = pool_BRN[part.batch0 : part.batch0 + part.batches, part.row0 : part.row0 + part.rows].flatten(0, 1)
     member = torch.zeros((part.lines, ordinals + 1), dtype=torch.int8, device=pool.device)

@@ -1,4 +1,4 @@
-"""The arguments and the result of `indexer_kl`."""
+"""The inputs and the result of `indexer_kl`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from ..shapes import require
 
 
 class IndexerLoss(NamedTuple):
-    """The result of `indexer_kl`: the loss, and the share of the teacher's mass that the selection holds (no
-    gradient)."""
+    """The result of `indexer_kl`.
+
+    Attributes:
+        loss: scalar.
+        recall: scalar without gradient, the share of the teacher's mass on the selected slots.
+    """
 
     loss: Tensor
     recall: Tensor | None
 
 
 class Inputs(NamedTuple):
-    """The parameters of `gsm_kernels.indexer_kl`, described there."""
+    """The parameters of `gsm_kernels.indexer_kl`, documented there."""
 
     query_BRHC: Tensor
     window_BEC: Tensor
@@ -43,21 +47,25 @@ class Inputs(NamedTuple):
 
     @property
     def indexer(self) -> Indexer:
-        """The only inputs with a gradient."""
+        """The inputs of the index scores, the only ones with a gradient."""
         return Indexer(self.index_query_BRJI, self.index_weight_BRJ, self.index_key_BFI)
 
     @property
     def attention(self) -> Attention:
-        """The teacher's inputs."""
+        """The inputs of the teacher's attention, without a selection."""
         return Attention(*self[:8], index_BRK=None)
 
     @property
     def compared(self) -> int:
-        """Slots of a row that teacher and indexer are compared over: all of the bank, or the selected ones."""
+        """Number of slots per row in the comparison: F with `dense`, else K."""
         return self.bank_BFC.shape[1] if self.dense else self.index_BRK.shape[2]
 
 
 def check(inputs: Inputs) -> None:
-    """Raise ValueError, in one sentence, if shapes do not fit, as in `attend`, or block is below 1."""
+    """Check the inputs.
+
+    Raises:
+        ValueError: as `check_window`, or if block < 1.
+    """
     check_window("indexer_kl", inputs)
-    require("indexer_kl", inputs.block >= 1, f"block = {inputs.block} must be at least 1")
+    require("indexer_kl", inputs.block >= 1, f"block must be at least 1, got {inputs.block}")

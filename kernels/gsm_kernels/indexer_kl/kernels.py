@@ -1,13 +1,13 @@
-"""The teacher's attention mass, and its divergence from the indexer's distribution.
+"""Triton kernels of the teacher's attention mass, its divergence from the indexer's distribution, and the gradients.
 
-A launch takes a chunk of rows, as in `gsm_kernels.index_top_k.kernels`; `line` counts its rows, and its buffers have
-one line per row. Letters: H heads, C channels, W width of the window, E entries of the stream, F slots and R rows of a
-sequence, K slots selected for a row. Queries have been rotated and scaled such that 2 to the power of a product is what
-the softmax adds up.
+A launch takes a chunk of rows, as in `gsm_kernels.index_top_k.kernels`; its buffers have one line per row.
+
+Letters: H heads, C channels, W width of the window, E window entries, F slots and R rows of a sequence, K selected
+slots per row. Queries are rotated, and scaled by log2(e) / sqrt(C), so that logits are in base 2.
 """
 
 # pyright: reportGeneralTypeIssues=false
-# To a type checker, a jitted function that is called from another never returns.
+# By Triton's type hints, a call of one kernel from another does not return.
 
 import triton
 import triton.language as tl
@@ -23,7 +23,7 @@ def rotate(
     row0, rows, scale, P,
     H: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Queries [rows,H,C] from flat row `row0` on, turned by their angles and multiplied by `scale`."""
+    """Write queries [rows,H,C], from row `row0` of [B*R] on, rotated by their angles and multiplied by `scale`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < rows.to(tl.int64) * (H * C)
     row, channel = row0 + at // (H * C), at % C
@@ -44,7 +44,7 @@ def normaliser(
     H: tl.constexpr, C: tl.constexpr, POOLED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS:
     tl.constexpr,
 ):  # fmt: skip
-    """log2 of what one head's softmax divides by: window, all slots that a row sees, and sink. [lines, H]."""
+    """Write log2 of the softmax denominator of one head, over window, visible slots and sink, [lines, H]."""
     head = tl.program_id(0) % H
     tile = tl.program_id(0) // H
     batch, at, inside, line = tile_rows(tile, row_tiles, batch0, rows, ROWS)
@@ -75,9 +75,9 @@ def mass_of_visible(
     H: tl.constexpr, C: tl.constexpr, POOLED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS:
     tl.constexpr,
 ):  # fmt: skip
-    """A tile of the teacher's mass [lines, F], summed over heads; 0 outside a row's pool.
+    """Write a tile of the teacher's mass [lines, F], summed over heads; 0 outside a row's pool.
 
-    Tiles that none of their rows see are left out, and what stands outside a row's range is undefined.
+    A tile is skipped if none of its rows sees a slot of it. Values outside a row's range are undefined.
     """
     tile = tl.program_id(0) // slot_tiles
     start = (tl.program_id(0) % slot_tiles) * SLOTS
@@ -93,7 +93,7 @@ def mass_of_visible(
             mass += tl.exp2(tl.dot(query, tl.trans(entry), input_precision="ieee") - below[:, None])
         if POOLED:
             mass = tl.where(_seen(slot, first, last, member_ptr, line, ordinals, block, POOLED), mass, 0.0)
-        # A chunk's buffers hold far fewer than 2^31 numbers.
+        # int32 is enough: the buffers of a chunk are small.
         out = line[:, None] * F + slot[None, :]
         tl.store(mass_ptr + out, mass, mask=inside[:, None] & (slot < F)[None, :])
 
@@ -104,7 +104,7 @@ def mass_of_selected(
     batch0, row0, rows, R, E, F, W, K,
     H: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """The teacher's mass on the slots selected for a row, [lines, K]. A program has one row and all its heads."""
+    """Write the teacher's mass on the slots selected for a row, [lines, K]. A program takes all heads of one row."""
     line = tl.program_id(0).to(tl.int64)
     batch = batch0 + line // rows
     row = batch * R + row0 + line % rows
@@ -139,8 +139,8 @@ def divergence(
     batch0, row0, rows, R, columns, K,
     DENSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row's KL(mass / its sum || softmax of the scores), the scores' gradient in place of the scores, the share of
-    the mass on its selected slots and whether it sees a slot at all. A teacher without any mass teaches nothing."""
+    """Write a row's KL(mass / sum of mass || softmax of scores), the share of the mass on its selected slots, and
+    whether it sees a slot. Overwrite its scores by their gradient. If the mass is 0, loss and gradient are 0."""
     line = tl.program_id(0).to(tl.int64)
     row = (batch0 + line // rows) * R + row0 + line % rows
     live = tl.load(position_ptr + row) >= 0
@@ -183,7 +183,7 @@ def divergence(
 
 @triton.jit
 def tile_rows(tile, row_tiles, batch0, rows, ROWS: tl.constexpr):
-    """A tile of a chunk's rows: its sequence, where its rows stand in the chunk, which are there, and their lines."""
+    """Return a tile's sequence, its rows within the chunk, the mask of existing rows, and their lines."""
     batch = (batch0 + tile // row_tiles).to(tl.int64)
     at = (tile % row_tiles) * ROWS + tl.arange(0, ROWS)
     return batch, at, at < rows, (tile // row_tiles) * rows + at
@@ -191,7 +191,7 @@ def tile_rows(tile, row_tiles, batch0, rows, ROWS: tl.constexpr):
 
 @triton.jit
 def sight(position_ptr, first_ptr, last_ptr, row, inside, F):
-    """Positions of rows and the ranges of slots that they see; an empty range at the end for padding."""
+    """Return the positions of rows, and the ranges of slots that they see; padding has an empty range at F."""
     position = tl.load(position_ptr + row, mask=inside, other=-1).to(tl.int32)
     first = tl.load(first_ptr + row, mask=inside & (position >= 0), other=F).to(tl.int32)
     last = tl.load(last_ptr + row, mask=inside & (position >= 0), other=0).to(tl.int32)
@@ -200,7 +200,7 @@ def sight(position_ptr, first_ptr, last_ptr, row, inside, F):
 
 @triton.jit
 def _seen(slot, first, last, member_ptr, line, ordinals, block, POOLED: tl.constexpr):
-    """Which slots the rows may choose: those of their range, and of their pool if they have one."""
+    """Return which slots the rows see: those in their range, and in their pool if there are pools."""
     seen = (slot[None, :] >= first[:, None]) & (slot[None, :] < last[:, None])
     if POOLED:
         ordinal = (slot[None, :] - first[:, None]) // block
@@ -210,7 +210,7 @@ def _seen(slot, first, last, member_ptr, line, ordinals, block, POOLED: tl.const
 
 @triton.jit
 def entries(entry_ptr, at, there, C: tl.constexpr, WIDTH: tl.constexpr):
-    """Vectors of C channels at these places, [places, WIDTH], zero where there is none."""
+    """Load the entries [places, WIDTH] at `at`, 0 where `there` is false and beyond C channels."""
     channel = tl.arange(0, WIDTH)
     inside = there[:, None] & (channel < C)[None, :]
     return tl.load(entry_ptr + at.to(tl.int64)[:, None] * C + channel[None, :], mask=inside, other=0.0)
@@ -223,22 +223,22 @@ def _logits(query, entry_ptr, at, there, C: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _add(top, total, logit):
-    """Go on with a sum of powers of 2, kept as total * 2^top; a logit of -inf adds nothing."""
+    """Add 2^logit to an online sum, which is total * 2^top; a logit of -inf adds 0."""
     higher = tl.maximum(top, tl.max(logit, 1))
     return higher, total * tl.exp2(top - higher) + tl.sum(tl.exp2(logit - higher[:, None]), 1)
 
 
 @triton.jit
 def _compared(mass_ptr, score_ptr, index_ptr, column, inside, DENSE: tl.constexpr):
-    """Mass and score of columns, 0 and -inf where there is no slot."""
+    """Load mass and score of columns; 0 and -inf where there is no slot."""
     if not DENSE:
         inside &= tl.load(index_ptr + column, mask=inside, other=-1) >= 0
     mass = tl.load(mass_ptr + column, mask=inside, other=0.0)
     return mass, tl.load(score_ptr + column, mask=inside, other=float("-inf"))
 
 
-# Gradients of the indexer over all slots that a tile of rows sees, given the gradient of the scores [lines, F]. The
-# scores are computed again.
+# Gradients of the indexer with `dense`, from the gradient of the scores [lines, F]. The products query . key are
+# computed again.
 
 
 @triton.jit(do_not_specialize=["batch0", "row0", "rows", "R", "F", "row_tiles"])
@@ -247,7 +247,7 @@ def query_gradients(
     batch0, row0, rows, R, F, row_tiles,
     J: tl.constexpr, I: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,  # noqa: E741
 ):  # fmt: skip
-    """Gradients of one index head's queries and weights for a tile of rows, over all slots that these see."""
+    """Write the gradients of queries and weights of one index head, for a tile of rows."""
     head = tl.program_id(0) % J
     tile = tl.program_id(0) // J
     batch, at, inside, line = tile_rows(tile, row_tiles, batch0, rows, ROWS)
@@ -264,7 +264,7 @@ def query_gradients(
         product = tl.dot(query, tl.trans(key), input_precision="ieee")
         grad = tl.load(grad_ptr + (line[:, None] * F + slot[None, :]), mask=seen, other=0.0)
         weight_grad += tl.sum(tl.maximum(product, 0.0) * grad, 1)
-        # Where a head fired, its gradient is its weight times the score's.
+        # The derivative of relu is 1 where the product is positive.
         fired_grad = tl.where(product > 0, weight[:, None] * grad, 0.0).to(key.dtype)
         query_grad += tl.dot(fired_grad, key, input_precision="ieee")
     channel = tl.arange(0, WIDTH)
@@ -279,7 +279,7 @@ def key_gradients(
     batch0, row0, rows, R, F, slot_tiles, splits, batches,
     J: tl.constexpr, I: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,  # noqa: E741
 ):  # fmt: skip
-    """Gradients of a tile of keys, part by part of the rows: [splits, batches, F, I] in float32, to be summed."""
+    """Write the gradient of a tile of keys from one of `splits` parts of the rows, float32 [splits, batches, F, I]."""
     slot = (tl.program_id(0) % slot_tiles) * SLOTS + tl.arange(0, SLOTS)
     sequence = (tl.program_id(0) // slot_tiles) % batches
     split = tl.program_id(0) // slot_tiles // batches

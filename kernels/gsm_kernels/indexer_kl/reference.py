@@ -1,6 +1,6 @@
-"""Plain PyTorch indexer loss, in chunks of rows; the gradients are computed with the loss and only scaled in backward.
+"""Plain PyTorch indexer loss, in chunks of rows. The gradients are computed with the loss and scaled in backward.
 
-Letters: G slots compared (all F of the bank, or the K selected), the rest as in `gsm_kernels.joint`.
+Letters: G compared slots (F with `dense`, else K); the others are those of `gsm_kernels.joint`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ def indexer_kl(inputs: Inputs) -> IndexerLoss:
 
 
 class _Sums:
-    """Sums over chunks: loss, teacher mass held, rows that see a slot, and the gradients if wanted."""
+    """Sums over chunks.
+
+    Attributes:
+        loss: sum of KL divergences.
+        held: the teacher's mass on selected slots.
+        seen: number of rows that see a slot.
+        grads: gradients of the indexer's three inputs; empty if not wanted.
+    """
 
     def __init__(self, indexer: Indexer, wants_grad: bool) -> None:
         wide, device = torch.promote_types(indexer.query_BRJI.dtype, torch.float32), indexer.query_BRJI.device
@@ -55,18 +62,18 @@ def _add_chunk(sums: _Sums, inputs: Inputs, rows: slice) -> None:
     mass_BRG = _teacher_mass(inputs, rows, visible)
     total = mass_BRG.sum(-1, keepdim=True)
     target_BRG = mass_BRG / total.clamp(min=torch.finfo(mass_BRG.dtype).tiny)
-    # A teacher without any mass, because there is no slot or because all of it underflowed, teaches nothing.
+    # The mass is 0 if a row sees no slot, or if all of it underflowed. Loss and gradient are then 0.
     sees_BR = total[..., 0] > 0
     sums.loss += _divergence(sums, inputs, rows, target_BRG, visible, sees_BR)
     if inputs.dense:
-        # One column more, for -1 to find nothing in.
+        # -1 reads an additional column of zeros.
         place_BRK = inputs.index_BRK[:, rows].remainder(target_BRG.shape[2] + 1)
         sums.held += F.pad(target_BRG, (0, 1)).gather(2, place_BRK).sum()
         sums.seen += visible.any(-1).sum()
 
 
 def _compared(inputs: Inputs, rows: slice) -> Tensor:
-    """Return the slots, of the bank or of the selection, over which teacher and indexer are compared, bool [B,R,G]."""
+    """Return which slots of the bank or of the selection are compared, bool [B,R,G]."""
     if not inputs.dense:
         return inputs.index_BRK[:, rows] >= 0
     pool = None if inputs.pool_BRN is None else inputs.pool_BRN[:, rows]
@@ -74,7 +81,7 @@ def _compared(inputs: Inputs, rows: slice) -> Tensor:
 
 
 def _teacher_mass(inputs: Inputs, rows: slice, visible: Tensor) -> Tensor:
-    """Attention probability of each compared slot, summed over heads, [B,R,G]."""
+    """Return the attention probability of each compared slot, summed over heads, [B,R,G]."""
     blocks, query_BRHC, window = near(inputs.attention, rows)
     far = _far(inputs, rows, visible, blocks, query_BRHC.dtype)
     seen = window_visible(inputs.position_BR[:, rows], blocks)
@@ -93,7 +100,7 @@ def _far(inputs: Inputs, rows: slice, visible: Tensor, blocks: Cut, dtype: torch
 def _divergence(
     sums: _Sums, inputs: Inputs, rows: slice, target_BRG: Tensor, visible: Tensor, sees_BR: Tensor
 ) -> Tensor:
-    """KL(target || softmax of the scores) summed over rows; adds the gradients to the sums if they are wanted."""
+    """Return KL(target || softmax of the scores), summed over rows. Add the gradients to the sums if wanted."""
     fired = fire(inputs.indexer, rows, None if inputs.dense else inputs.index_BRK)
     score = fired.score()
     lowest, tiny = torch.finfo(score.dtype).min, torch.finfo(score.dtype).tiny

@@ -1,19 +1,20 @@
-"""The indexer's loss without a tensor of rows x slots x heads: one mass and one score of each pair, in chunks of rows.
+"""The indexer's loss in Triton, in chunks of rows. A chunk stores one mass and one score per row and slot.
 
-Teacher, dense: a first kernel finds what every head's softmax divides by (window, visible slots and sink, as flash
-attention does, without values); a second computes each tile of logits once more and adds the heads' probabilities up in
-registers. The indexer's scores come from the first kernel of `index_top_k`. Sparse: one program has a row with all its
-heads and gathers the selected entries; the scores are those of `score_slots`.
+For each chunk of rows:
 
-A row's divergence and the gradient of its scores, which takes the scores' place, are then two passes over its line in
-the second-level cache. The indexer's gradients follow at once: dense, one kernel for queries and weights by tiles of
-rows and one for keys by tiles of slots, whose parts over rows are added in a fixed order; sparse, those of
-`score_slots`. No atomic additions: the same bits in every run. A chunk's buffers are 48 MiB at most.
+1. A kernel rotates and scales the queries, and rounds them to the dtype of the bank.
+2. Teacher. With `dense`, one kernel computes the softmax denominator of every head (over window, visible slots and
+   sink, as in flash attention); another computes the logits again and sums the probabilities over heads in registers.
+   Otherwise, one program takes all heads of a row and gathers the selected entries.
+3. Scores. With `dense`, they come from the first kernel of `index_top_k`, otherwise from `score_slots`.
+4. A kernel computes the divergence of each row, and overwrites the scores by their gradient.
+5. Gradients of the indexer. With `dense`, one kernel computes those of queries and weights, and another that of the
+   keys, whose parts over rows are summed in a fixed order. Otherwise they are those of `score_slots`.
 
-The queries are rotated and scaled in a pass of their own, and rounded to the dtype in which matrix units take them.
+There are no atomic additions, so every run gives the same bits. The buffers of a chunk take at most 48 MiB.
 
-Source: the loss is DeepSeek-V3.2's indexer warm-up; the normaliser is summed up as in Milakov and Gimelshein 2018,
-"Online normalizer calculation for softmax".
+Source: the indexer's warm-up loss of DeepSeek-V3.2; the online sum of Milakov and Gimelshein 2018, "Online normalizer
+calculation for softmax".
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ LOG2E = 1.4426950408889634
 
 
 def refuses(inputs: Inputs) -> str | None:
-    """Return why this call is not for the kernels."""
+    """Return why the kernels cannot take this call, or None."""
     heads, channels = inputs.query_BRHC.shape[2:]
     if not 1 <= heads <= 128 or channels > 128 or channels % 2:
         return f"made for 1 to 128 heads of an even width up to 128, got {heads} of width {channels}"
@@ -79,8 +80,8 @@ _operator = register("indexer_kl", _forward, _empty, takes=f"{schema(Inputs)}, b
 
 
 def _readable(inputs: Inputs) -> Inputs:
-    """Contiguous, with window and bank in the dtype of the queries, as matrix units need them; without a pool where it
-    is not used."""
+    """Return contiguous inputs, with window and bank in the dtype of the queries, as `tl.dot` needs them, and without
+    a pool unless `dense`."""
     dtype = inputs.query_BRHC.dtype
     index_query, index_weight, index_key = inputs.indexer.readable()
     readable = inputs._replace(
@@ -95,7 +96,7 @@ def _readable(inputs: Inputs) -> Inputs:
 
 
 def _per_row(inputs: Inputs) -> int:
-    """Numbers of four bytes that a row needs: queries, mass, scores, and its pool or the gradients of its keys."""
+    """Return the 4-byte elements of a row's buffers: queries, mass, scores, and its pool or its keys' gradients."""
     heads, channels = inputs.query_BRHC.shape[2:]
     queries, compared = heads * channels * inputs.bank_BFC.element_size() // 4 + heads, inputs.compared
     more = compared // inputs.block // 4 if inputs.dense else compared * inputs.index_query_BRJI.shape[3]
@@ -105,7 +106,7 @@ def _per_row(inputs: Inputs) -> int:
 def _add_chunk(
     inputs: Inputs, part: Rows, loss: Tensor, held: Tensor, sees: Tensor, grads: list[Tensor] | None
 ) -> None:
-    """Everything of a chunk of rows. Its buffers are gone before the next chunk's are made."""
+    """Write loss, mass held, and visibility of a chunk of rows; write or add its gradients, if there are any."""
     mass, score = _compare(inputs, part)
     _diverge(inputs, part, mass, score, loss, held, sees)
     del mass
@@ -114,7 +115,7 @@ def _add_chunk(
 
 
 def _compare(inputs: Inputs, part: Rows) -> tuple[Tensor, Tensor]:
-    """The teacher's mass and the indexer's scores, [lines, slots compared]."""
+    """Return the teacher's mass and the indexer's scores, both [lines, compared slots]."""
     query = _rotated(inputs, part)
     if inputs.dense:
         pool = inputs.pool_BRN
@@ -127,19 +128,19 @@ def _compare(inputs: Inputs, part: Rows) -> tuple[Tensor, Tensor]:
 
 
 def _diverge(inputs: Inputs, part: Rows, mass: Tensor, score: Tensor, loss: Tensor, held: Tensor, sees: Tensor) -> None:
-    """Write each row's loss, mass held and whether it sees a slot; put the scores' gradient in their place."""
+    """Write each row's loss, mass held, and whether it sees a slot; overwrite its scores by their gradient."""
     from .kernels import divergence
 
     index = lines_of(inputs.index_BRK, part)
     tensors = (mass, score, inputs.position_BR, inputs.first_BR, inputs.last_BR, index, loss, held, sees)
     sizes = (*_place(inputs, part), inputs.compared, index.shape[1])
-    # 2,048 numbers at a time are 16 a thread, and the row of the usual length is read at once.
+    # Up to 2,048 columns at a time, 16 per thread.
     block = min(power_of_two(inputs.compared, 16), 2048)
     launch(divergence, (part.lines,), *tensors, *sizes, DENSE=inputs.dense, BLOCK=block)
 
 
 def _add_gradients(inputs: Inputs, part: Rows, score_grad: Tensor, grads: list[Tensor]) -> None:
-    """Write the gradients of a chunk's queries and weights, and add that of the keys."""
+    """Write the gradients of a chunk's queries and weights, and add to the gradient of the keys."""
     from .kernels import key_gradients, query_gradients
 
     query_grad, weight_grad, key_grad = grads
@@ -154,7 +155,7 @@ def _add_gradients(inputs: Inputs, part: Rows, score_grad: Tensor, grads: list[T
     sizes = (*_place(inputs, part), slots)
     grid = (part.batches * row_tiles * heads,)
     launch(query_gradients, grid, *common, query_grad, weight_grad, *sizes, row_tiles, **tile)
-    # Parts of the rows: enough to give each of 132 multiprocessors two programs.
+    # Divide the rows into enough parts for two programs on each of 132 multiprocessors.
     splits = max(min(cdiv(264, max(part.batches * slot_tiles, 1)), row_tiles), 1)
     parts = key_grad.new_empty((splits, part.batches, slots, width))
     grid = (splits * part.batches * slot_tiles,)
@@ -164,7 +165,7 @@ def _add_gradients(inputs: Inputs, part: Rows, score_grad: Tensor, grads: list[T
 
 
 def _rotated(inputs: Inputs, part: Rows) -> Tensor:
-    """The queries of a chunk, rotated and scaled, in the dtype of the bank."""
+    """Return the queries of a chunk, [lines,H,C], rotated and scaled, in the dtype of the bank."""
     from .kernels import rotate
 
     _, length, heads, channels = inputs.query_BRHC.shape
@@ -217,8 +218,11 @@ def _place(inputs: Inputs, part: Rows) -> tuple[int, int, int, int]:
 
 
 def _tile(dtype: torch.dtype, slots: int) -> dict[str, int]:
-    """64 x 128 logits of one head and as many sums are 64 registers each in 128 threads; see `index_top_k`. Gradients
-    hold two more such tiles and take half as many slots; so does float32, whose products are made from registers."""
+    """Return the options of a tile of logits, 64 rows x `slots`.
+
+    With 128 slots, the logits of one head and their sums take 64 registers each in 128 threads (see `score_tiles`).
+    The gradient kernels hold two more such tiles, so they take 64 slots. float32 uses no tensor cores, and takes less.
+    """
     if dtype == torch.float32:
         return {"ROWS": 32, "SLOTS": 32, "num_warps": 8, "num_stages": 1}
     return {"ROWS": 64, "SLOTS": slots, "num_warps": 4, "num_stages": 2}

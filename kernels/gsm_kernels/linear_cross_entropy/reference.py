@@ -1,5 +1,4 @@
-"""Plain PyTorch linear cross-entropy in chunks of rows; the gradients are made with the loss, the products by the
-BLAS."""
+"""Plain PyTorch linear cross-entropy in chunks of rows. The gradients are computed with the loss."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ from ..inputs import learns
 from ..rows import slices
 from ..with_gradients import with_gradients
 
-# Every chunk reads the whole weight three times: with fewer rows a large vocabulary is bound by memory, not by
-# arithmetic.
+# Rows of a chunk at least. Each chunk reads the weight three times, so smaller chunks would be limited by bandwidth.
 FEWEST_ROWS = 256
 
 
@@ -30,7 +28,7 @@ def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor,
         step = max(FEWEST_ROWS, scratch_elements(hidden.device) // max(1, weight.shape[0]))
         for rows in slices(hidden.shape[0], step):
             logits = hidden[rows] @ weight.T
-            log_model = torch.log_softmax(logits, -1, out=logits)  # in their own memory, which is in the cache
+            log_model = torch.log_softmax(logits, -1, out=logits)  # in place, because the logits are in the cache
             loss -= log_model.gather(1, target[rows])[:, 0] @ share[rows]
             if learns_hidden or learns_weight:
                 _add_gradients(hidden, weight, hidden_grad, weight_grad, rows, log_model, target, share[:, None])
@@ -38,10 +36,10 @@ def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor,
 
 
 def _add_gradients(hidden, weight, hidden_grad, weight_grad, rows, log_model, target, share) -> None:
-    """The chunk's gradients; consumes `log_model`."""
+    """Write the gradient of the chunk's rows, and add to that of the weight. It overwrites `log_model`."""
     logit_grad = log_model.exp_()
     logit_grad.scatter_add_(1, target[rows], logit_grad.new_full((1, 1), -1.0).expand(logit_grad.shape[0], 1))
-    # Rows weigh share: on the narrow side of each product, that is V / D times less work than on the logits.
+    # `share` multiplies the operand with D columns instead of the logits, which have V.
     if hidden_grad is not None:
         hidden_grad[rows] = (logit_grad @ weight).mul_(share[rows])
     if weight_grad is not None:

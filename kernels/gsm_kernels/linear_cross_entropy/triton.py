@@ -1,25 +1,25 @@
-"""Linear cross-entropy in chunks of rows: three products by the BLAS, and one kernel between them.
+"""Linear cross-entropy in chunks of rows: three matrix products by the BLAS, and one Triton kernel between them.
 
-    logits_RV    = hidden_RD weight_DV              BLAS, half-precision operands, float32 result
-    loss_R, grad                                    the kernel: softmax - one at the target, over the logits
+    logits_RV    = hidden_RD weight_DV              BLAS, 16-bit operands, float32 result
+    loss_R, grad                                    the kernel: softmax - one_hot(target), in place of the logits
     hidden_grad  = grad_RV weight_VD                BLAS
-    weight_grad += grad_VR hidden_RD                BLAS, added up in float32 over the chunks
+    weight_grad += grad_VR hidden_RD                BLAS, summed in float32 over the chunks
 
-The gradients are made with the loss, so that logits are computed once; backward multiplies them by the loss's gradient.
-Nothing waits for the device: ignored rows take part with gradient 0, since leaving them out needs their number.
+The gradients are computed with the loss, so that logits are computed once; backward multiplies them by the incoming
+gradient. The host never waits for the device. So ignored rows are computed too, with gradient 0.
 
-The operands are rounded, the logits are not: bfloat16 logits (as in Liger and in a compiled `F.linear` with
-`F.cross_entropy`) are up to 2^-9 off, and so are probability and gradient. The gradient of the logits is rounded to the
-operands' dtype for the two products that read it; both of these sum in float32. float16 has too few small numbers for
-probabilities, so they are multiplied by 2^15 there. A float32 weight with bfloat16 rows (mixed-precision training) is
-rounded to bfloat16 once a call, as `F.linear` does under autocast. The weight's gradient stays float32.
+Precision: logits stay in float32. Rounding them to bfloat16, as Liger and a compiled `F.linear` with `F.cross_entropy`
+do, has relative errors of up to 2^-9 in logits and gradients. The gradient of the logits is rounded to the dtype of the
+operands for the two products that read it, both of which sum in float32. In float16 this gradient is first multiplied
+by 2^15, because small probabilities would underflow. With a float32 weight and bfloat16 rows (mixed precision), the
+weight is rounded to bfloat16 once per call, as `F.linear` does under autocast; its gradient stays in float32.
 
-PyTorch's own (`F.linear_cross_entropy`, from 2.13, in chunks) breaks a compiled graph and scales its gradients in place
-in backward. Liger reads the number of targets back to the host. A compiled `F.linear` with `F.cross_entropy` holds all
+Alternatives: `F.linear_cross_entropy` (PyTorch 2.13) breaks a compiled graph and scales its gradients in place in
+backward. Liger copies the number of targets to the host. A compiled `F.linear` with `F.cross_entropy` stores all
 logits.
 
-Source: the gradient made in forward, in chunks, is Liger's (Hsu et al. 2024, "Liger Kernel"); the online softmax is
-Milakov and Gimelshein's (2018).
+Source: gradients in forward, in chunks, as in Hsu et al. 2024, "Liger Kernel"; the online softmax of Milakov and
+Gimelshein 2018.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from ..register import register
 from ..rows import slices
 from ..with_gradients import with_gradients
 
-# 1,024 threads with more than 32 registers each: one program on a processor, so that the second sweep over a row finds
-# it in the L2 cache.
+# 1,024 threads with more than 32 registers each, so that a multiprocessor runs one program, and the second pass over a
+# row finds it in the L2 cache.
 BLOCK, WARPS = 8192, 32
 
 
 def refuses(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, ignore_index: int = -100) -> str | None:
-    """Return why this call is not for the kernels."""
+    """Return why the kernels cannot take this call, or None."""
     if {hidden_ND.dtype, weight_VD.dtype} == {torch.bfloat16, torch.float16}:
         return "needs rows and weight in one half-precision type, got bfloat16 and float16"
     if 0 in weight_VD.shape:
@@ -60,10 +60,10 @@ def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor,
 
 
 def chunk_rows(vocabulary: int) -> int:
-    """Return the rows of a chunk: up to 4,096, with at most 2^30 bytes of logits.
+    """Return the number of rows in a chunk: up to 4,096, with at most 2^30 bytes of logits.
 
-    Many rows amortise reading and writing the weight's gradient. A power of two fills the device in the product with
-    D columns: 4,096 x 2,048 are 256 tiles of 128 x 256 for 132 processors, 1.94 rounds.
+    Many rows amortise reading and writing the gradient of the weight. 4,096 rows and 2,048 columns are 256 tiles of
+    128 x 256, which keep 132 multiprocessors busy for 1.94 rounds.
     """
     rows = 4096
     while rows > 256 and rows * vocabulary > 1 << 28:
@@ -74,7 +74,7 @@ def chunk_rows(vocabulary: int) -> int:
 def _chunks(
     hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, ignore_index: int, wants_hidden: bool, wants_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The losses of the rows, and the gradients of their sum, times `_lift`; all in float32."""
+    """Return the losses of the rows, and the gradients of their sum, multiplied by `_lift`; all in float32."""
     from .kernels import loss_and_gradient
 
     loss_N, hidden_grad, weight_grad = _empty(hidden_ND, weight_VD, target_N, ignore_index, wants_hidden, wants_weight)
@@ -84,7 +84,7 @@ def _chunks(
     weight_grad.zero_()
     step = min(chunk_rows(vocabulary), count)
     logit_RV = loss_N.new_empty(step, cdiv(vocabulary, 64) * 64)  # rows begin at a multiple of 256 bytes
-    grad_RV = logit_RV.view(hidden_ND.dtype)  # over the same memory
+    grad_RV = logit_RV.view(hidden_ND.dtype)  # in the same memory
     options = {"V": vocabulary, "BLOCK": BLOCK, "GRADIENT": wants_hidden or wants_weight, "num_warps": WARPS}
     for rows in slices(count, max(step, 1)):
         size = rows.stop - rows.start
@@ -102,7 +102,7 @@ def _chunks(
 def _empty(
     hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, ignore_index: int, wants_hidden: bool, wants_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Results of `_chunks` without data; a gradient that is not wanted has no elements."""
+    """Return the uninitialised results of `_chunks`; a gradient that is not wanted is empty."""
     shapes = hidden_ND.shape[:1], hidden_ND.shape if wants_hidden else (0,), weight_VD.shape if wants_weight else (0,)
     loss_N, hidden_grad, weight_grad = (hidden_ND.new_empty(shape, dtype=torch.float32) for shape in shapes)
     return loss_N, hidden_grad, weight_grad
@@ -112,12 +112,12 @@ _operator = register("linear_cross_entropy", _chunks, _empty, outputs=3)
 
 
 def _lift(dtype: torch.dtype) -> float:
-    """Return a factor for the gradient of the logits: with it, small probabilities are numbers of this dtype."""
+    """Return the factor by which the gradient of the logits is multiplied, so that it does not underflow in float16."""
     return 2.0**15 if dtype == torch.float16 else 1.0
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out = a b in float32, from half-precision or float32 operands. On a CPU a product has one dtype."""
+    """Compute out = a b in float32, from 16-bit or float32 operands. On a CPU, operands are converted to float32."""
     if a.is_cuda and a.dtype != out.dtype:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
     else:
@@ -125,7 +125,7 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b in float32."""
+    """Compute total += a b in float32."""
     if not (a.is_cuda and a.dtype != total.dtype):
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
     elif _adds_to_float32(a.device):
@@ -136,7 +136,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @functools.cache
 def _adds_to_float32(device: torch.device) -> bool:
-    """Whether PyTorch adds a half-precision product to a float32 sum in place: 2.9 knows the product alone."""
+    """Return whether `torch.addmm` can add a product of bfloat16 operands to a float32 sum; PyTorch 2.9 cannot."""
     total, half = torch.zeros(16, 16, device=device), torch.zeros(16, 16, device=device, dtype=torch.bfloat16)
     try:
         torch.addmm(total, half, half, out_dtype=total.dtype, out=total)

@@ -1,12 +1,12 @@
-"""Manifold-constrained hyper-connections: X residual streams, read by one mixture and written through another.
+"""Manifold-constrained hyper-connections between two sites (attention or feed-forward layers) of a residual network.
 
-Between two sites, per token, in the single-pass form: the streams X that entered a site decide how its output y is
-written, how they are mixed on the way past it, and how the next site reads the result:
+There are X residual streams instead of one. From the streams X_j that entered a site, three sets of coefficients are
+computed per token: C writes the site's output y to the streams, M mixes the streams, and A reads the next site's input.
 
     X'_k = C_k y + sum_j M_jk X_j
     u'   = sum_k A_k X'_k                    the next site's input, before its norm
 
-where, from the streams that entered the site,
+with
 
     r = phi . vec(X) / sqrt(mean(vec(X)^2) + eps)                             2X + X*X numbers
     A = sigmoid(scale_0 r[:X]   + bias[:X]) + hc_eps                          X values
@@ -18,13 +18,23 @@ where, from the streams that entered the site,
 
 mhc_boundary(streams_BRXD, update_BRD, phi, bias, scale, rounds=20, eps=1e-6, hc_eps=1e-6)
     -> (streams_BRXD, mixed_BRD)
-    phi [2X+X*X, X*D], bias [2X+X*X], scale [3]. Both results have the streams' dtype; coefficients are computed in
-    float32 or wider. Everything is differentiable.
+
+Args:
+    streams_BRXD: the streams X that entered the site.
+    update_BRD: the output y of the site.
+    phi, bias, scale: parameters of shapes [2X+X*X, X*D], [2X+X*X] and [3].
+    rounds: iterations of Sinkhorn's normalisation.
+    eps, hc_eps: the small constants in the equations above.
+
+Returns:
+    The streams X' and the next site's input u', both in the dtype of the streams. Coefficients are computed in float32,
+    or in float64 for float64 inputs. All tensors are differentiable.
 
 Raises:
-    ValueError: if the shapes do not fit or rounds < 1.
+    ValueError: if the shapes do not fit, or rounds < 1.
 
-Source: Xie et al. 2025, "mHC: Manifold-Constrained Hyper-Connections"; the delayed read is DeepSeek-V4.1's.
+Source: Xie et al. 2025, "mHC: Manifold-Constrained Hyper-Connections"; A is computed from the streams before the site
+as in DeepSeek-V4.1.
 """
 
 from .. import launch

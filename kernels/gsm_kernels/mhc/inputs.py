@@ -1,4 +1,4 @@
-"""The arguments of `mhc_boundary`."""
+"""The inputs of `mhc_boundary`, and their check."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 
 from ..shapes import agree, require
 
-LEARNED = ("streams_BRXD", "update_BRD", "phi", "bias", "scale")  # the inputs that get a gradient
+LEARNED = ("streams_BRXD", "update_BRD", "phi", "bias", "scale")  # inputs with a gradient
 
 
 class Inputs(NamedTuple):
-    """The parameters of `gsm_kernels.mhc_boundary`, described there."""
+    """The parameters of `gsm_kernels.mhc_boundary`, documented there."""
 
     streams_BRXD: Tensor
     update_BRD: Tensor
@@ -25,12 +25,16 @@ class Inputs(NamedTuple):
 
 
 def check(inputs: Inputs) -> None:
-    """Raise ValueError, in one sentence, if B, R or D has two sizes, phi, bias or scale is not made for X streams of D
-    channels, or rounds is below 1."""
+    """Check the inputs.
+
+    Raises:
+        ValueError: if a letter has two sizes, phi, bias or scale has a wrong shape, or rounds < 1.
+    """
     sizes = agree("mhc_boundary", inputs)
     streams, width = sizes["X"], sizes["D"]
     numbers = 2 * streams + streams * streams
     shapes = [tuple(x.shape) for x in (inputs.phi, inputs.bias, inputs.scale)]
     wanted = [(numbers, streams * width), (numbers,), (3,)]
-    require("mhc_boundary", shapes == wanted, f"phi, bias, scale have shapes {shapes}; {streams} streams need {wanted}")
-    require("mhc_boundary", inputs.rounds >= 1, f"rounds = {inputs.rounds} must be at least 1")
+    message = f"phi, bias and scale must have shapes {wanted} for {streams} streams, got {shapes}"
+    require("mhc_boundary", shapes == wanted, message)
+    require("mhc_boundary", inputs.rounds >= 1, f"rounds must be at least 1, got {inputs.rounds}")

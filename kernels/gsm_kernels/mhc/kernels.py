@@ -1,13 +1,13 @@
-"""The hyper-connections' kernels. N tokens, X streams of width D; a token has C = 2X + X*X numbers and coefficients, in
-the order read (X), write (X), mix (X x X, source then destination). All sums and coefficients are float32. Numbers lie
-[N, C], for products of matrices; coefficients [C, N], so that one of many tokens is one short run.
+"""Triton kernels of the hyper-connections; `triton.py` describes how they work together.
 
-Forward is one kernel, for few tokens two: `project`, `finish`. Backward is four: `products`, `coefficient_gradients`,
-`stream_gradients`, `add_parts`. See `triton.py`.
+Letters: N tokens, X streams of width D. A token has C = 2X + X*X numbers (phi . x / rms) and as many coefficients, in
+the order read (X), write (X), mix (X x X, source then destination). Numbers are stored as [N, C], for matrix products.
+Coefficients are stored as [C, N], so that one coefficient of neighbouring tokens is contiguous. Sums and coefficients
+are in float32.
 """
 
 # pyright: reportGeneralTypeIssues=false
-# Triton's own loops are no iterators to Python.
+# By their type hints, Triton's loops are not iterators.
 
 import triton
 import triton.language as tl
@@ -19,8 +19,8 @@ def forward(
     left_ptr, mixed_ptr, number_ptr, inverse_ptr, coefficient_ptr, N, D, rounds, eps, hc_eps,
     X: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of tokens: project their streams on phi, make the coefficients, mix. The second sweep over the streams
-    follows the first closely enough to find them in the L2 cache."""
+    """Compute a tile of tokens: the products with phi, the coefficients, then the results. The second pass over the
+    streams finds them in the L2 cache."""
     row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     inside = row < N
     C: tl.constexpr = 2 * X + X * X
@@ -29,7 +29,7 @@ def forward(
     c = tl.arange(0, PADDED)
     tl.store(number_ptr + row[:, None] * C + c, total * inverse[:, None], mask=inside[:, None] & (c < C))
     tl.store(inverse_ptr + row, inverse, mask=inside)
-    # Through memory, since a token's numbers are spread over the threads otherwise than its coefficients; twice.
+    # Numbers and coefficients have different register layouts, so they are exchanged through memory, here and below.
     tl.debug_barrier()
     live = inside[:, None]
     number = tl.load(number_ptr + row[:, None] * C + tl.arange(0, 2 * X), mask=live, other=0.0)
@@ -46,8 +46,8 @@ def project(
     streams_ptr, phi_ptr, number_part_ptr, square_part_ptr, N, K, columns,
     C: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """For few tokens: what some columns of their streams add to their numbers, [shares, N, C], and to the sums of their
-    squares, [shares, N]."""
+    """Write the part of some columns of the streams in the numbers, [shares, N, C], and in the sums of squares,
+    [shares, N]. For few tokens."""
     row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     inside, c, first = row < N, tl.arange(0, PADDED), tl.program_id(1) * columns
     total, squares = _sums(
@@ -64,8 +64,8 @@ def finish(
     left_ptr, mixed_ptr, number_ptr, inverse_ptr, coefficient_ptr, N, D, columns, rounds, eps, hc_eps,
     X: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """For few tokens: from all shares of their numbers, mix some columns. Every program makes a token's coefficients,
-    in registers; the first one keeps them."""
+    """Sum the shares of the numbers, and write some columns of the results. For few tokens. Every program computes the
+    coefficients of its tokens in registers; the first one stores them."""
     row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     inside, C, g, share = row < N, 2 * X + X * X, tl.arange(0, 2 * X), tl.arange(0, SHARES)
     live, mix = inside[:, None], _mix_place(X)
@@ -98,8 +98,8 @@ def _sums(
     streams_ptr, phi_ptr, row, inside, first, last, K,
     C: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Products of the streams' columns from `first` to `last` with phi's [TOKENS, PADDED], and squares [TOKENS, WIDTH].
-    With streams in bfloat16, phi is rounded to that."""
+    """Return the products of columns `first` to `last` of the streams with phi, [TOKENS, PADDED], and their squares,
+    [TOKENS, WIDTH]. With bfloat16 streams, phi is rounded to bfloat16."""
     c = tl.arange(0, PADDED)
     total = tl.zeros((row.shape[0], PADDED), tl.float32)
     squares = tl.zeros((row.shape[0], WIDTH), tl.float32)
@@ -115,16 +115,16 @@ def _sums(
 
 @triton.jit
 def _gates(number, bias_ptr, scale_ptr, hc_eps, X: tl.constexpr):
-    """How much is read of a stream and written to it, [TOKENS, 2X]."""
+    """Return the read and write coefficients, [TOKENS, 2X]."""
     g = tl.arange(0, 2 * X)
     scale = tl.where(g < X, tl.load(scale_ptr).to(tl.float32), tl.load(scale_ptr + 1).to(tl.float32))
     gate = tl.sigmoid(tl.maximum(number * scale + tl.load(bias_ptr + g).to(tl.float32), -80.0))
-    return tl.where(g < X, gate + hc_eps, 2 * gate)  # exp(89) would overflow, harmlessly
+    return tl.where(g < X, gate + hc_eps, 2 * gate)  # -80 avoids an overflow of exp in sigmoid
 
 
 @triton.jit
 def _sinkhorn(logit, rounds, hc_eps):
-    """How the streams are mixed [TOKENS, source, destination]."""
+    """Return the mixing coefficients, [TOKENS, source, destination]."""
     matrix = _softmax(logit) + hc_eps
     matrix /= tl.sum(matrix, 1, keep_dims=True) + hc_eps
     for _ in range(1, rounds):
@@ -135,20 +135,20 @@ def _sinkhorn(logit, rounds, hc_eps):
 
 @triton.jit
 def _keep_coefficients(coefficient_ptr, gate, matrix, row, live, N, X: tl.constexpr):
-    """All coefficients of some tokens, to memory."""
+    """Store all coefficients of some tokens."""
     tl.store(coefficient_ptr + tl.arange(0, 2 * X) * N + row[:, None], gate, mask=live)
     tl.store(coefficient_ptr + _mix_place(X) * N + row[:, None, None], matrix, mask=live[:, :, None])
 
 
 @triton.jit
 def _mix_place(X: tl.constexpr):
-    """Where the mixing numbers lie among a token's C, [1, source, destination]."""
+    """Return the places of the mixing numbers among a token's C numbers, [1, source, destination]."""
     return 2 * X + tl.arange(0, X)[None, :, None] * X + tl.arange(0, X)[None, None, :]
 
 
 @triton.jit
 def _mix_logit(number_ptr, bias_ptr, scale_ptr, row, inside, X: tl.constexpr):
-    """Sinkhorn's input [TOKENS, source, destination]."""
+    """Load the mixing numbers; return Sinkhorn's input, [TOKENS, source, destination]."""
     at = _mix_place(X)
     number = tl.load(number_ptr + row[:, None, None] * (2 * X + X * X) + at, mask=inside[:, None, None], other=0.0)
     return _scaled(number, at, bias_ptr, scale_ptr)
@@ -156,13 +156,13 @@ def _mix_logit(number_ptr, bias_ptr, scale_ptr, row, inside, X: tl.constexpr):
 
 @triton.jit
 def _scaled(number, at, bias_ptr, scale_ptr):
-    """Mixing numbers, which lie at `at`, as Sinkhorn's input."""
+    """Return the mixing numbers with scale and bias applied; `at` are their places among the C numbers."""
     return number * tl.load(scale_ptr + 2).to(tl.float32) + tl.load(bias_ptr + at).to(tl.float32)
 
 
 @triton.jit
 def _softmax(logit):
-    """Over the destinations."""
+    """Return the softmax over the destinations."""
     exp = tl.exp(logit - tl.max(logit, 2, keep_dims=True))
     return exp / tl.sum(exp, 2, keep_dims=True)
 
@@ -172,7 +172,7 @@ def _mix(
     streams_ptr, update_ptr, coefficient, left_ptr, mixed_ptr, row, inside, first, last, D,
     X: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The streams that leave, and what the next site reads of them, in the columns from `first` to `last`."""
+    """Write the new streams and the next site's input, in columns `first` to `last`."""
     for start in range(first, last, WIDTH):
         d = start + tl.arange(0, WIDTH)
         live = inside[:, None] & (d < D)
@@ -184,14 +184,16 @@ def _mix(
             for j in tl.static_range(X):
                 left += coefficient[2 * X + j * X + k][:, None] * x[j]
             at = left_ptr + (row * X + k)[:, None] * D + d
-            tl.store(at, left, mask=live, eviction_policy="evict_first")  # before the streams, which are read twice
+            tl.store(
+                at, left, mask=live, eviction_policy="evict_first"
+            )  # the results leave the cache before the inputs, which are read twice
             mixed += coefficient[k][:, None] * left
         tl.store(mixed_ptr + row[:, None] * D + d, mixed, mask=live)
 
 
 @triton.jit
 def _streams(ptr, row, d, D, live, X: tl.constexpr):
-    """The X streams of some tokens, a tuple of [TOKENS, WIDTH]."""
+    """Load the X streams of some tokens, a tuple of [TOKENS, WIDTH]."""
     x = ()
     for j in tl.static_range(X):
         x = x + (tl.load(ptr + (row * X + j)[:, None] * D + d, mask=live, other=0.0).to(tl.float32),)
@@ -200,7 +202,7 @@ def _streams(ptr, row, d, D, live, X: tl.constexpr):
 
 @triton.jit
 def _vectors(ptr, row, inside, N, COUNT: tl.constexpr):
-    """The first COUNT coefficients of some tokens, a tuple of [TOKENS]."""
+    """Load the first COUNT coefficients of some tokens, a tuple of [TOKENS]."""
     vectors = ()
     for c in tl.static_range(COUNT):
         vectors = vectors + (tl.load(ptr + c * N + row, mask=inside, other=0.0),)
@@ -212,9 +214,9 @@ def products(
     streams_ptr, update_ptr, left_grad_ptr, mixed_grad_ptr, coefficient_ptr, product_ptr, update_grad_ptr, N, D,
     X: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """What a token's coefficients are pulled by: the inner products of X streams and the update with the gradients of X
-    streams and the read, [(X+1) (X+1), N]. The gradient of the update on the way. LANES threads share a token: each
-    sums what it has loaded, and they meet once, at the end."""
+    """Write the inner products of the X streams and the update with the gradients of the X new streams and of the next
+    site's input, [(X+1) (X+1), N], and the gradient of the update. The gradients of the coefficients follow from the
+    products. LANES threads share a token; each sums what it has loaded, and the sums are reduced at the end."""
     row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     inside = row < N
     read_write = _vectors(coefficient_ptr, row, inside, N, 2 * X)
@@ -250,8 +252,9 @@ def coefficient_gradients(
     product_ptr, number_ptr, inverse_ptr, bias_ptr, scale_ptr, coefficient_ptr, pull_ptr, along_ptr, partial_ptr,
     N, K, hc_eps, X: tl.constexpr, ROUNDS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """From the products back through the coefficients. A token's streams are pulled by `pull` (C numbers) towards the
-    rows of phi and by `along`, through the rms, along themselves. Bias and scale get a partial sum of each program."""
+    """Compute the gradients of the coefficients and their inputs from the products. The gradient of a token's streams
+    through its numbers is `pull` (C numbers) times phi plus `along` (through the rms) times the streams. Each program
+    writes a partial sum of the gradients of bias and scale."""
     row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     inside, C, x = row < N, 2 * X + X * X, tl.arange(0, X)
     token, live, stream = row[:, None], inside[:, None], x[None, :, None] * (X + 1)
@@ -282,8 +285,8 @@ def coefficient_gradients(
 
 @triton.jit
 def _through_sinkhorn(grad, logit, eps, ROUNDS: tl.constexpr):
-    """The gradient of Sinkhorn's input, as in `sinkhorn.py`: forward again, keeping the divisors in registers, and back
-    by multiplying with them."""
+    """Return the gradient of Sinkhorn's input, as in `sinkhorn.py`: compute forward again, keep the divisors in
+    registers, and multiply by them on the way back."""
     soft = _softmax(logit)
     matrix = soft + eps
     divisors = ()
@@ -302,7 +305,8 @@ def _through_sinkhorn(grad, logit, eps, ROUNDS: tl.constexpr):
 def _through_numbers(
     logit_grad, begin, number_ptr, scale_ptr, pull_ptr, partial_ptr, row, inside, inverse, C
 ):  # fmt: skip
-    """One scale's numbers, from `begin` on: their pulls, both partial sums, and their share of `along` [TOKENS]."""
+    """Write the pulls and both partial sums of the numbers of one scale, from `begin` on; return their part of `along`,
+    [TOKENS]."""
     c = begin + tl.arange(0, logit_grad.shape[1])
     at, live = row[:, None] * C + c, inside[:, None]
     number = tl.load(number_ptr + at, mask=live, other=0.0)
@@ -320,8 +324,8 @@ def stream_gradients(
     partial_ptr, N, D, rows,
     X: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """WIDTH columns of every stream, for `rows` tokens, a tile at a time: the streams' gradient, and the sum over these
-    tokens of that of phi, which stays in registers."""
+    """Write the gradient of WIDTH columns of every stream for `rows` tokens, and the gradient of phi summed over these
+    tokens, which stays in registers."""
     C: tl.constexpr = 2 * X + X * X
     d, c = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH), tl.arange(0, PADDED)
     of_phi = (c < C)[:, None] & (d < D)
@@ -339,7 +343,7 @@ def stream_gradients(
         pull = tl.load(pull_ptr + row[:, None] * C + c, mask=inside[:, None] & (c < C), other=0.0)
         pull = pull.to(phi_ptr.dtype.element_ty)
         mixed_grad = tl.load(mixed_grad_ptr + row[:, None] * D + d, mask=live, other=0.0).to(tl.float32)
-        grad = ()  # all that reaches the streams that leave
+        grad = ()  # the whole gradient of the new streams
         for k in tl.static_range(X):
             at = (row * X + k)[:, None] * D + d
             later = tl.load(left_grad_ptr + at, mask=live, other=0.0).to(tl.float32)
@@ -352,7 +356,7 @@ def stream_gradients(
             x_grad = along[:, None] * x.to(tl.float32)
             for k in tl.static_range(X):
                 x_grad += coefficient[2 * X + j * X + k][:, None] * grad[k]
-            # Last, so that the lines above are computed as their operands were loaded, not as a product is laid out.
+            # Last, so that the lines above have the layout of their loads, instead of that of a matrix product.
             tl.store(streams_grad_ptr + at, tl.dot(pull, phi, x_grad, input_precision=PRECISION), mask=live)
             sums = sums + (tl.dot(tl.trans(pull), x.to(pull.dtype), phi_grad[j], input_precision=PRECISION),)
         phi_grad = sums
@@ -366,8 +370,8 @@ def add_parts(
     phi_part_ptr, part_ptr, phi_grad_ptr, bias_grad_ptr, scale_grad_ptr, SIZE, phi_parts, parts,
     X: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Add up all partial sums, each in its order: the first program those of bias and scale, every other COLUMNS
-    numbers of phi's SIZE."""
+    """Sum all partial sums in order: the first program those of bias and scale, each other program COLUMNS elements of
+    phi's SIZE."""
     C: tl.constexpr = 2 * X + X * X
     if tl.program_id(0) == 0:
         c = tl.arange(0, PADDED)
@@ -385,7 +389,7 @@ def add_parts(
 
 @triton.jit
 def _sum_of_parts(part_ptr, parts, stride, column, inside, ROWS: tl.constexpr):
-    """The sum of some columns over all parts, which lie `stride` numbers apart; 0 outside."""
+    """Return the sum of some columns over all parts, which are `stride` elements apart; 0 outside."""
     total = tl.zeros((ROWS, column.shape[0]), tl.float32)
     for first in range(0, parts, ROWS):
         part = first + tl.arange(0, ROWS)

@@ -1,8 +1,9 @@
-"""Plain PyTorch hyper-connections with a hand-written backward. Letters: N tokens (B*R folded), X streams, D width.
+"""Plain PyTorch hyper-connections with a hand-written backward.
 
-Coefficients are kept with the tokens last ([X,N], [X,X,N]): forty normalisations of X x X matrices are then forty
-vector operations. Forward keeps the numbers r (2X + X*X per token), the mixing matrices and their divisors for
-backward.
+Letters: N tokens (B*R), X streams, D width, c all numbers of a token (2X + X*X), g those of reading and writing (2X).
+
+Tokens are the last dimension of coefficients ([X,N], [X,X,N]), so that the forty normalisations of X x X matrices are
+forty vector operations. Forward saves the numbers r, the mixing matrices and their divisors for backward.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def mhc_boundary(inputs: Inputs) -> tuple[Tensor, Tensor]:
 class _Boundary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, streams_BRXD, update_BRD, phi, bias, scale, rounds, eps, hc_eps):
-        """Return the streams [B,R,X,D] and the next site's reading [B,R,D], both in the dtype of the streams."""
+        """Return the new streams [B,R,X,D] and the next site's input [B,R,D], both in the dtype of the streams."""
         streams, update = _folded(streams_BRXD, 2), _folded(update_BRD, 1)
         flat_ND, count = streams.flatten(1), streams.shape[1]
         inverse_N = torch.linalg.vector_norm(flat_ND, dim=1).square_().div_(flat_ND.shape[1]).add_(eps).rsqrt_()
@@ -44,7 +45,7 @@ class _Boundary(torch.autograd.Function):
     @staticmethod
     @once
     def backward(ctx, left_grad_BRXD, mixed_grad_BRD):
-        """Gradients of streams, update, phi, bias and scale, each in the dtype of its input."""
+        """Return the gradients of streams, update, phi, bias and scale, each in the dtype of its input."""
         saved = ctx.saved_tensors
         with full_precision(left_grad_BRXD):
             grads = _gradients(saved, ctx.hc_eps, left_grad_BRXD, mixed_grad_BRD)
@@ -52,12 +53,12 @@ class _Boundary(torch.autograd.Function):
 
 
 def _folded(x: Tensor, kept: int) -> Tensor:
-    """Batch and rows folded into N, `kept` dimensions left, contiguous, in at least float32."""
+    """Return `x` [B,R,...] as [N,...] with `kept` further dimensions, contiguous, in float32 or float64."""
     return at_least_float32(x).contiguous().view(-1, *x.shape[-kept:])
 
 
 def _per_number(scale: Tensor, streams: int) -> Tensor:
-    """The three scales, each repeated for the numbers it multiplies."""
+    """Return the three scales, each repeated for the numbers that it multiplies, [c]."""
     read, write, mix = scale.unbind()
     return torch.cat((read.expand(streams), write.expand(streams), mix.expand(streams * streams)))
 
@@ -65,12 +66,12 @@ def _per_number(scale: Tensor, streams: int) -> Tensor:
 def _gradients(
     saved: tuple[Tensor, ...], hc_eps: float, left_grad_BRXD: Tensor, mixed_grad_BRD: Tensor
 ) -> tuple[Tensor, ...]:
-    """Gradients of streams, update, phi, bias and scale."""
+    """Return the gradients of streams, update, phi, bias and scale."""
     streams_BRXD, update_BRD, phi, _, scale, left_BRXD, inverse_N, number_cN, gate_gN, mix_XXN, *divisors = saved
     streams, update, mixed_grad = _folded(streams_BRXD, 2), _folded(update_BRD, 1), _folded(mixed_grad_BRD, 1)
     count = streams.shape[1]
     read_grad_XN = torch.bmm(mixed_grad[:, None], _folded(left_BRXD, 2).mT)[:, 0].T
-    # Gradient of the streams that leave: from later parts, and from the next site's reading of them.
+    # The whole gradient of the new streams: from their later uses, and through the next site's input.
     read_NX = (gate_gN[:count] + hc_eps).T.contiguous()
     grad = torch.addcmul(_folded(left_grad_BRXD, 2), read_NX[:, :, None], mixed_grad[:, None])
     write_grad_XN = torch.bmm(update[:, None], grad.mT)[:, 0].T * 2
@@ -81,7 +82,7 @@ def _gradients(
     by_number = (logit_grad_cN * number_cN).sum(1)
     scale_grad = torch.stack([part.sum() for part in by_number.split((count, count, count * count))])
     number_grad_cN = logit_grad_cN * _per_number(scale.to(grad.dtype), count)[:, None]
-    # number = phi . x / rms(x): x is pulled towards the rows of phi and, through the rms, along itself.
+    # number = phi . x / rms(x), so the gradient of x has a part along the rows of phi, and one along x through the rms.
     along_N = (number_grad_cN * number_cN).sum(0) * inverse_N.square() / -phi.shape[1]
     number_grad_cN *= inverse_N
     streams_grad = (streams * along_N[:, None, None]).flatten(1).addmm_(number_grad_cN.T, phi.to(grad.dtype))

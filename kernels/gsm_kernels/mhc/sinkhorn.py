@@ -1,8 +1,8 @@
-"""Sinkhorn's alternating normalisation of many small matrices, and its exact reverse.
+"""Sinkhorn's alternating normalisation of many small matrices, and its gradient.
 
-Matrices are laid out [X,X,N] with the N tokens last, so that every step is a few long vector operations. Of each step
-only the divisors are kept: the reverse multiplies its way back through the matrices. It works on g = gradient *
-value, the gradient with respect to the logarithm: for Y = Z / (sum Z + eps) it is g_Z = g_Y - Y sum(g_Y).
+Matrices have shape [X,X,N] with the N tokens last, so that every step is a few long vector operations. Forward keeps
+only the divisors of each step; backward multiplies by them to recover the matrices. Backward computes with g = gradient
+* value, the gradient with respect to the logarithm: for Y = Z / (sum Z + eps), g_Z = g_Y - Y sum(g_Y).
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ SOURCES, DESTINATIONS = 0, 1
 
 
 def sinkhorn(logit_XXN: Tensor, rounds: int, eps: float) -> tuple[Tensor, list[Tensor]]:
-    """The normalised matrices, and the divisors of each step in order."""
-    little = logit_XXN.new_full((), eps)  # PyTorch makes a tensor of a number, and converts it, each time it is added
+    """Normalise exp(logit) alternately over sources and destinations.
+
+    Returns:
+        The normalised matrices [X,X,N] (source, destination), and the divisors of each step in order.
+    """
+    little = logit_XXN.new_full((), eps)  # as a tensor, because PyTorch would convert a number at each addition
     matrix_XXN = torch.softmax(logit_XXN, DESTINATIONS).add_(little)
     divisors = []
     for dim in _order(rounds):
@@ -25,7 +29,7 @@ def sinkhorn(logit_XXN: Tensor, rounds: int, eps: float) -> tuple[Tensor, list[T
 
 
 def sinkhorn_grad(grad_XXN: Tensor, matrix_XXN: Tensor, divisors: list[Tensor], eps: float) -> Tensor:
-    """The gradient with respect to the logits, from that with respect to the normalised matrices."""
+    """Return the gradient of the logits, from that of the normalised matrices and the results of `sinkhorn`."""
     log_grad, matrix_XXN = grad_XXN * matrix_XXN, matrix_XXN.clone()
     for dim, divisor in zip(reversed(_order((len(divisors) + 1) // 2)), reversed(divisors), strict=True):
         log_grad.addcmul_(matrix_XXN, log_grad.sum(dim, keepdim=True), value=-1)

@@ -1,26 +1,26 @@
-"""The hyper-connections as one kernel forward, two for few tokens, and four backward.
+"""The hyper-connections in Triton: one kernel forward (two for few tokens), and four backward.
 
-Forward sweeps twice over a tile's streams; the second sweep finds most of them in the L2 cache. In smaller tiles phi
-would be read too often, because every program reads all of it.
+Forward (`forward`) reads the streams of a tile of tokens twice, the second time mostly from the L2 cache. Every program
+reads all of phi, so smaller tiles would read it more often.
 
-A tile of up to 64 tokens, as in decoding, would be one program that goes through phi alone. So there the columns of phi
-are divided among up to 64 programs (`project`), and those of the streams among others (`finish`), which all make the
-coefficients of their token again, in registers: two launches, no round trip within one, and no copy of phi in bfloat16.
-With a larger FEW, more tokens are computed in this way: undivided, as two streaming kernels that read the streams twice
-but never wait for Sinkhorn's rounds between the reads. Only a GPU can say from how many tokens one kernel is faster.
+For up to 64 tokens, as in decoding, there would be too few programs. So `project` divides the columns of phi among up
+to 64 programs, and `finish` divides those of the streams; each program of `finish` computes the coefficients of its
+tokens again, in registers. The constant FEW sets up to how many tokens these two kernels are used. They read the
+streams without waiting for Sinkhorn's rounds in between; measure on a GPU before you change FEW.
 
-In backward, the gradient of a stream needs that of its token's coefficients, which takes whole rows, and the gradient
-of phi takes whole columns. So one kernel goes by rows, a small one through the coefficients, and one by columns, which
-holds its part of phi's gradient in registers while the tokens pass. A fourth adds up the partial sums of all three
-parameters, in their order, with no atomics. The streams that left are not read: with g the gradient of the next site's
-input, <g, X'_k> follows from the products of g with the streams that entered.
+Backward:
 
-Kept for backward: the inputs and, in float32, a token's numbers, coefficients and inverse rms. Sinkhorn's divisors are
-computed again, in registers.
+1. `products`, by rows: the inner products of inputs and gradients, and the gradient of the update;
+2. `coefficient_gradients`: from the products back through the coefficients;
+3. `stream_gradients`, by columns: the gradient of the streams, and partial sums of that of phi in registers;
+4. `add_parts`: the partial sums of all three parameters, summed in a fixed order, without atomics.
 
-Streams in bfloat16 are multiplied with phi rounded to bfloat16, as autocast would; float16 ones in TF32, and float32
-ones as three products in TF32, which keep float32's precision on the matrix units. All sums and coefficients are
-float32.
+The new streams X' are not read in backward: with g the gradient of the next site's input, <g, X'_k> follows from the
+products of g with the old streams and the update. Saved for backward are the inputs and, in float32, each token's
+numbers, coefficients and inverse rms. Sinkhorn's divisors are computed again in registers.
+
+Precision: bfloat16 streams are multiplied by phi rounded to bfloat16, as under autocast; float16 streams in TF32; and
+float32 streams as three TF32 products, which have the precision of float32. Sums and coefficients are in float32.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from ..register import register
 from ..tiles import Tile, launch_fastest
 from .inputs import LEARNED, Inputs
 
-STREAMS = (1, 2, 4, 8)
-MOST_ROUNDS = 32  # they are unrolled in backward
-TILE = 16  # tokens: the rows of the smallest product of matrices
-FEW = 4  # tiles of tokens that two kernels compute, since one would leave most processors idle
-FEWEST = 4  # tokens of a program of `finish`
-PROGRAMS = 64  # that share their columns
-LEAST_STEPS = 4  # tiles of columns that are worth a second launch
-SPLITS = 16  # of the tokens, for the gradient of phi: with 64 columns a program, two rounds of two on every processor
+STREAMS = (1, 2, 4, 8)  # supported numbers of streams
+MOST_ROUNDS = 32  # largest number of Sinkhorn's rounds, which are unrolled in backward
+TILE = 16  # tokens of a tile: rows of the smallest matrix product
+FEW = 4  # largest number of tiles for `project` and `finish`
+FEWEST = 4  # tokens per program of `finish`
+PROGRAMS = 64  # programs that share the columns of phi, for all tiles
+LEAST_STEPS = 4  # smallest number of column tiles for `project` and `finish`
+SPLITS = 16  # parts of the tokens for the gradient of phi: two rounds of two programs per multiprocessor
 
 
 def refuses(inputs: Inputs) -> str | None:
-    """Return why this call is not for the kernels."""
+    """Return why the kernels cannot take this call, or None."""
     if inputs.streams_BRXD.shape[2] not in STREAMS:
         return f"made for {', '.join(map(str, STREAMS))} streams, got {inputs.streams_BRXD.shape[2]}"
     if inputs.rounds > MOST_ROUNDS:
@@ -57,16 +57,16 @@ def refuses(inputs: Inputs) -> str | None:
 
 
 class Blocks(NamedTuple):
-    """How the kernels cut their work.
+    """Sizes of the kernels' tiles.
 
     Attributes:
-        width: columns of a tile of `products`, 8 tokens: 8 numbers of every stream in a thread's registers. A tile of
-            `forward`, 16 tokens, has half of these columns: 100 registers a thread in bfloat16, not 227, so that a
-            processor has two programs, one of which loads while the other normalises.
-        column: columns of a program of `stream_gradients`: with four streams, 64 of the sums for phi a thread.
-        warps: of `stream_gradients`.
-        padded: numbers of a token, as a power of two that a matrix product can have.
-        precision: how the products are multiplied if not in bfloat16; three products give float32's own precision.
+        width: columns of a tile of `products`, with 8 tokens: 8 elements of every stream per thread. A tile of
+            `forward`, with 16 tokens, has half as many columns. It then takes 100 registers per thread in bfloat16
+            instead of 227, so that a multiprocessor runs two programs: one loads while the other normalises.
+        column: columns of a program of `stream_gradients`; with four streams, 64 sums of phi's gradient per thread.
+        warps: warps of a program of `stream_gradients`.
+        padded: C, the numbers of a token, rounded up to a power of two of at least 16.
+        precision: `input_precision` of products that are not in bfloat16.
     """
 
     width: int
@@ -81,7 +81,7 @@ def _tile(width: int, warps: int, stages: int) -> Tile:
 
 
 def blocks(streams_BRXD: Tensor) -> Blocks:
-    """Sized for four streams in 16 bits, and smaller where there are more or wider numbers."""
+    """Return the sizes: made for up to four streams in 16 bits, and smaller for more streams or float32."""
     streams, width = streams_BRXD.shape[2:]
     wide, many = streams_BRXD.dtype == torch.float32, streams > 4
     padded = power_of_two(2 * streams + streams**2, 16)
@@ -96,7 +96,7 @@ def mhc_boundary(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _forward(*arguments):
-    """Both results, and what backward needs of a token: numbers, inverse rms and coefficients."""
+    """Return both results, and each token's numbers, inverse rms and coefficients for backward."""
     from .kernels import forward
 
     inputs = contiguous(Inputs(*arguments))
@@ -115,16 +115,16 @@ def _forward(*arguments):
 
 
 def shares_of(streams_BRXD: Tensor) -> int:
-    """Among how many programs the columns of a tile of few tokens are divided; 0: one kernel does it all."""
+    """Return among how many programs `project` divides the columns of a tile; 0: use `forward`."""
     batch, rows, count, width = streams_BRXD.shape
     tiles, steps = cdiv(batch * rows, TILE), cdiv(count * width, blocks(streams_BRXD).width)
     if not 0 < tiles <= FEW or steps < LEAST_STEPS:
         return 0
-    return 1 << (min(max(PROGRAMS // tiles, 1), steps).bit_length() - 1)  # a power of two, which a block has to have
+    return 1 << (min(max(PROGRAMS // tiles, 1), steps).bit_length() - 1)  # a power of two, as Triton's blocks need
 
 
 def _few_tokens(shares: int, inputs: Inputs, results: tuple[Tensor, ...]) -> None:
-    """Write the results of `forward`, in two kernels, for few tokens with many programs for every tile."""
+    """Write the results of `forward` with `project` and `finish`, for few tokens."""
     from .kernels import finish, project
 
     streams, update, phi, bias, scale, rounds, eps, hc_eps = inputs
@@ -143,7 +143,7 @@ def _few_tokens(shares: int, inputs: Inputs, results: tuple[Tensor, ...]) -> Non
 
 
 def _backward(left_grad, mixed_grad, number, inverse, coefficient, *arguments):
-    """The gradients of the five tensors among the inputs."""
+    """Return the gradients of streams, update, phi, bias and scale."""
     streams, update, phi, bias, scale, rounds, _, hc_eps = contiguous(Inputs(*arguments))
     grads = (left_grad.contiguous(), mixed_grad.contiguous())
     product, update_grad = _products(streams, update, grads, coefficient)
@@ -156,7 +156,7 @@ def _backward(left_grad, mixed_grad, number, inverse, coefficient, *arguments):
 
 
 def _products(streams: Tensor, update: Tensor, grads: tuple[Tensor, Tensor], coefficient: Tensor):
-    """By rows: the products [(X+1)(X+1), N] and the gradient of the update."""
+    """Return the products [(X+1)(X+1), N] and the gradient of the update."""
     from .kernels import products
 
     count, width, tokens, tile = *streams.shape[2:], coefficient.shape[1], blocks(streams)
@@ -170,16 +170,23 @@ def _products(streams: Tensor, update: Tensor, grads: tuple[Tensor, Tensor], coe
 
 
 def _coefficient_gradients(product: Tensor, kept: tuple[Tensor, ...], width: int, rounds: int, hc_eps: float):
-    """Return the pulls [N,C] and [N] on the streams, and parts of the sums [parts,2,C] that are the gradients of bias
-    and, number by number, of scale.
+    """Return the factors of the streams' gradient, and partial sums of the gradients of bias and scale.
 
-    `kept` are the numbers [N,C], the inverse rms [N], bias, scale and the coefficients [C,N].
+    Args:
+        product: from `_products`.
+        kept: the numbers [N,C], the inverse rms [N], bias, scale and the coefficients [C,N].
+        width: D.
+        rounds, hc_eps: as in `gsm_kernels.mhc`.
+
+    Returns:
+        pull [N,C] and along [N]: the gradient of a token's streams through its numbers is pull . phi + along * streams.
+        partial [parts,2,C]: parts of the gradients of bias and, for each number, of its scale.
     """
     from .kernels import coefficient_gradients
 
     number, inverse = kept[:2]
     (tokens, numbers), count = number.shape, math.isqrt(product.shape[0]) - 1
-    tile = 512 // count**2  # tokens: four numbers of the mixing matrices a thread
+    tile = 512 // count**2  # tokens: four elements of the mixing matrices per thread
     programs = cdiv(tokens, tile)
     pull, along, partial = torch.empty_like(number), torch.empty_like(inverse), number.new_empty(programs, 2, numbers)
     tensors = (product, *kept, pull, along, partial)
@@ -189,9 +196,9 @@ def _coefficient_gradients(product: Tensor, kept: tuple[Tensor, ...], width: int
 
 
 def _stream_gradients(streams: Tensor, others: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """By columns: the gradient of the streams, and parts of the sum that is phi's, [parts,C,X*D].
+    """Return the gradient of the streams, and parts of the gradient of phi, [parts,C,X*D].
 
-    `others` are both results' gradients, phi, the coefficients and the pulls on the streams.
+    `others` are the gradients of both results, phi, the coefficients, pull and along.
     """
     from .kernels import stream_gradients
 
@@ -210,7 +217,7 @@ def _stream_gradients(streams: Tensor, others: tuple[Tensor, ...]) -> tuple[Tens
 
 
 def _add_parts(phi_parts: Tensor, parts: Tensor, grads: list[Tensor], count: int) -> None:
-    """Write the gradients of phi, bias and scale."""
+    """Write the gradients of phi, bias and scale from their parts."""
     from .kernels import add_parts
 
     size, numbers = grads[0].numel(), parts.shape[2]
@@ -220,12 +227,15 @@ def _add_parts(phi_parts: Tensor, parts: Tensor, grads: list[Tensor], count: int
 
 
 def _operand(phi: Tensor, streams: Tensor) -> Tensor:
-    """phi as it is multiplied: rounded like bfloat16 streams; float16 has too few exponents for it."""
+    """Return phi in the dtype of its products: bfloat16 for bfloat16 streams, otherwise float32.
+
+    float16 has too small a range for phi.
+    """
     return phi.to(torch.bfloat16 if streams.dtype == torch.bfloat16 else torch.float32).contiguous()
 
 
 def _results(*arguments):
-    """Uninitialised; what `_forward` returns of tensors without data."""
+    """Return uninitialised outputs of `_forward`."""
     streams, update = arguments[:2]
     whole, (tokens, count) = torch.contiguous_format, (streams.shape[:2].numel(), streams.shape[2])
     number = streams.new_empty(tokens, 2 * count + count * count, dtype=torch.float32)

@@ -1,5 +1,7 @@
-"""RMSNorm, ROWS rows of D numbers at a time, and a rotation after it. N is the number of rows, HEADS of which share a
-line of PAIRS angles (0: nothing is rotated); arithmetic is in float32."""
+"""Triton kernels of RMSNorm with an optional rotation. A program takes ROWS rows of D elements at a time.
+
+N is the number of rows. HEADS neighbouring rows share PAIRS angles; PAIRS = 0 is no rotation. Arithmetic is in float32.
+"""
 
 import triton
 import triton.language as tl
@@ -9,8 +11,8 @@ from ..rotate.kernels import turned
 
 @triton.jit
 def inverse_norm(x, row, eps, N, D: tl.constexpr):
-    """Return 1 / sqrt(mean(x^2) + eps). Rows past the end hold zeros. Without eps their result would be infinite, and
-    0 * inf is not a number."""
+    """Return 1 / sqrt(mean(x^2) + eps), and a finite number for rows past the end. These are zeros, so with eps = 0 the
+    inverse would be infinite, and 0 * inf is NaN."""
     return tl.rsqrt(tl.where(row < N, tl.sum(x * x, 1) / D + eps, 1.0))
 
 
@@ -19,7 +21,7 @@ def forward(
     x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, eps, N,
     HEADS: tl.constexpr, PAIRS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out = x * inverse * weight, with inverse = 1 / sqrt(mean(x^2) + eps), and its last channels rotated."""
+    """Compute out = x / sqrt(mean(x^2) + eps) * weight, and rotate its last channels."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < N)[:, None] & (column < D)[None, :]
@@ -36,7 +38,7 @@ def backward(
     grad_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, x_grad_ptr, partial_ptr, eps, N,
     HEADS: tl.constexpr, PAIRS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x, and this program's part of the weight's: the sum over every P-th tile of rows."""
+    """Compute the gradient of x, and this program's part of the weight's: the sum over every P-th tile of rows."""
     column = tl.arange(0, BLOCK)
     weight = tl.load(weight_ptr + column, mask=column < D, other=0.0).to(tl.float32)
     partial = tl.zeros([ROWS, BLOCK], tl.float32)

@@ -1,4 +1,4 @@
-"""PyTorch's own RMSNorm, in at least float32, and a rotation after it."""
+"""PyTorch's `F.rms_norm` in float32 or float64, then an optional rotation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def rms_norm(
 
 
 def rotated(x: Tensor, cos_BRP: Tensor | None, sin_BRP: Tensor | None) -> Tensor:
-    """Return `x` itself, or rotated if there are angles."""
+    """Return `x` rotated, or `x` itself if there are no angles."""
     return x if cos_BRP is None or sin_BRP is None else rotate(x, cos_BRP, sin_BRP)
 
 

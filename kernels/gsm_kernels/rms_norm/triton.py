@@ -1,14 +1,13 @@
-"""RMSNorm in one kernel forward and one, with a small sum, backward. Rows are held in registers: everything is read
-once.
+"""RMSNorm in Triton: one kernel forward, and one backward with a small sum. Rows are held in registers and read once.
 
-Bytes, for N rows of D numbers in bfloat16: 4 D N forward (x, y) and 6 D N backward (x, both gradients), which is the
-floor; the inverse norm is computed again in backward from the row that is there anyway, so that nothing is kept but the
-inputs. The weight's gradient is a sum over all rows: each of P programs adds up its own in float32, [P,D], and one sum
-over P follows, with no atomics and the same bits every time. It adds 8 D P bytes: 4 % at N = 16,384.
+For N rows of D elements in bfloat16, the traffic is 4 D N bytes forward (x, y) and 6 D N backward (x and two
+gradients), the minimum. Backward computes the inverse norm again, so that only the inputs are saved. For the gradient
+of the weight, each of P programs sums its rows in float32, [P,D], and PyTorch sums over P: no atomics, the same bits in
+every run. This adds 8 D P bytes, 4 % at N = 16,384.
 
-PyTorch's own `F.rms_norm` and Liger's kernel wait for the same bytes. But with a float32 weight and bfloat16 rows, as
-in mixed-precision training, PyTorch's is not fused (it warns of that), and Liger's default rounds the normed row to
-bfloat16 before the weight scales it. Here both happen in float32, with one rounding at the end.
+`F.rms_norm` and Liger's kernel have the same minimum. But with a float32 weight and bfloat16 rows, as in mixed
+precision, `F.rms_norm` is not fused (PyTorch warns of it), and Liger by default rounds the normalised row to bfloat16
+before it multiplies by the weight. Here both steps are in float32, with one rounding at the end.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from ..launch import cdiv, launch, unfit
 from ..register import register
 from ..rotate.triton import angles_of, tile
 
-WIDEST = 8192  # 16 numbers a thread in 16 warps: backward takes 118 of the 128 registers that each of them may have
-PROGRAMS = 528  # four for each of 132 processors, so that loads of some hide the sums of others
+WIDEST = 8192  # largest D: 16 elements per thread in 16 warps; backward takes 118 of 128 registers per thread
+PROGRAMS = 528  # programs of backward, four per multiprocessor, so that some load while others compute
 
 
 def refuses(
     x: Tensor, weight: Tensor, eps: float = 1e-6, cos_BRP: Tensor | None = None, sin_BRP: Tensor | None = None
 ) -> str | None:
-    """Return why this call is not for the kernels."""
+    """Return why the kernels cannot take this call, or None."""
     if not 0 < x.shape[-1] <= WIDEST:
         return f"holds a row in registers, at most {WIDEST} numbers and at least one, got {x.shape[-1]}"
     return unfit(*(tensor for tensor in (x, weight, cos_BRP, sin_BRP) if tensor is not None))

@@ -1,16 +1,17 @@
-"""Rotary positions: adjacent pairs of the last channels, each turned by an angle.
+"""Rotary position embedding: rotate adjacent pairs of the last channels, each pair by its angle.
 
 The pair (a, b) at channels C-2P+2p and C-2P+2p+1 becomes (a cos - b sin, a sin + b cos). Channels before the last 2P
-pass through. `inverse` turns in the other direction and is the exact adjoint.
+are unchanged.
 
-Letters: B batch, R rows, H heads, C channels, P angles: half as many as rotated channels.
+Letters: B sequences, R rows, H heads, C channels, P rotated pairs.
 
 Args:
-    x: [B,R,C] or [B,R,H,C]; C even. Differentiable.
-    cos_BRP, sin_BRP: one angle per pair, P <= C/2. No gradient.
+    x: [B,R,C] or [B,R,H,C]; C is even. Differentiable.
+    cos_BRP, sin_BRP: cosine and sine of the angle of each pair, P <= C/2. No gradient.
+    inverse: rotate by the negative angles, which is the adjoint.
 
 Returns:
-    the rotated tensor in the dtype of x; computed in float32 or wider.
+    The rotated tensor in the dtype of x; computed in float32, or in float64 for float64 inputs.
 
 Raises:
     ValueError: if the shapes do not fit.

@@ -1,7 +1,9 @@
-"""Rotation of ROWS rows of D channels at a time. N is the number of rows, HEADS of which share the angles of a line;
-arithmetic is in float32."""
+"""Triton kernel of the rotation. A program takes ROWS of N rows with D channels; HEADS neighbouring rows share angles.
 
-# Triton's type hints declare that a call of one kernel from another does not return.
+Arithmetic is in float32.
+"""
+
+# By Triton's type hints, a call of one kernel from another does not return.
 # pyright: reportGeneralTypeIssues=false
 
 import triton
@@ -14,7 +16,7 @@ def rotate(
     SIGN: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The last PAIRS pairs turned, forwards (SIGN 1) or back (-1)."""
+    """Rotate the last PAIRS pairs of channels, forwards (SIGN 1) or back (-1)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < N)[:, None] & (column < D)[None, :]
@@ -27,7 +29,7 @@ def rotate(
 def turned(
     x, cos_ptr, sin_ptr, row, N, SIGN: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
-    """Rotate the last PAIRS pairs among the D channels of float32 rows [ROWS,BLOCK]."""
+    """Return float32 rows [ROWS,BLOCK] with the last PAIRS pairs of D channels rotated."""
     if PAIRS > 0:
         pair = tl.arange(0, x.shape[1] // 2) - (D // 2 - PAIRS)
         at = (row // HEADS).to(tl.int64)[:, None] * PAIRS + pair[None, :]

@@ -1,4 +1,4 @@
-"""Rotation in plain PyTorch: one complex product, or four real ones in a compiled graph."""
+"""Rotation in plain PyTorch: as a complex product, or as four real ones in a compiled graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def rotate(x: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, inverse: bool = False) -
 
 
 def differentiable(turned: Callable[..., Tensor], x: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, inverse: bool) -> Tensor:
-    """Return `turned(x, cos_BRP, sin_BRP, inverse)`. Its gradient is turned back, so nothing but angles is kept."""
+    """Return `turned(x, cos_BRP, sin_BRP, inverse)`, differentiable in x. Backward rotates the gradient back, so that
+    only the angles are saved."""
     if torch.is_grad_enabled() and x.requires_grad:
         return _Rotation.apply(turned, x, cos_BRP, sin_BRP, inverse)
     return turned(x, cos_BRP, sin_BRP, inverse)
@@ -40,12 +41,12 @@ def _turned(x: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, inverse: bool) -> Tenso
 
 
 def turn(x: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, inverse: bool = False) -> Tensor:
-    """Rotate without a gradient function of its own. `x` must be float32 or float64; the result is a new tensor."""
+    """Return `x`, in float32 or float64, rotated, as a new tensor. Autograd sees the single operations."""
     cos, sin = in_dtype(cos_BRP, x.dtype), in_dtype(sin_BRP, x.dtype)
     sin = -sin if inverse else sin
     pairs = x.shape[-1] // 2
     still = pairs - cos.shape[-1]
-    # A copy in row-major order for any strides of x, because pairs must be adjacent in memory.
+    # In row-major order for any strides of x, because pairs must be adjacent in memory.
     out = x.clone(memory_format=torch.contiguous_format)
     if torch.compiler.is_compiling():
         cos, sin = (cos[:, :, None], sin[:, :, None]) if x.ndim == 4 else (cos, sin)
@@ -53,7 +54,7 @@ def turn(x: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, inverse: bool = False) -> 
         a, b = turned.unbind(-1)
         turned.copy_(torch.stack((a * cos - b * sin, a * sin + b * cos), -1))
     else:
-        # One complex product is several times faster than four real ones on strided halves, but compilers reject it.
+        # A complex product is several times faster than four real ones, but compilers reject it.
         phase = torch.complex(cos, sin)
         out.view(phase.dtype)[..., still:].mul_(phase[:, :, None] if x.ndim == 4 else phase)
     return out

@@ -1,6 +1,6 @@
-"""Rotation in one kernel, which reads and writes each number once; its gradient is the rotation back, in the same one.
+"""Rotation in one Triton kernel, which reads and writes each element once. The gradient is the inverse rotation.
 
-PyTorch needs five: a copy in float32, the angles as complex numbers, the product, and the dtype of x again.
+The reference needs five kernels, for a float32 copy, complex angles, the product, and the dtype of x.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from ..launch import cdiv, launch, power_of_two, unfit
 from ..register import register
 from .reference import differentiable
 
-WIDEST = 8192  # numbers of a row, which a program holds in registers
+WIDEST = 8192  # largest C: a program holds a row in registers
 
 
 def refuses(x: Tensor, cos_BRP: Tensor, sin_BRP: Tensor, inverse: bool = False) -> str | None:
-    """Return why this call is not for the kernel."""
+    """Return why the kernel cannot take this call, or None."""
     if x.shape[-1] > WIDEST:
         return f"holds a row in registers, at most {WIDEST} numbers, got {x.shape[-1]}"
     return unfit(x, cos_BRP, sin_BRP)
 
 
 def tile(width: int) -> tuple[int, dict[str, int]]:
-    """Rows of a tile, and its constants: 16 numbers a thread, in narrow rows several of them at a time."""
+    """Return the rows of a tile, and its launch options: 16 elements per thread, and several rows if D is small."""
     columns = power_of_two(width)
     rows = max(1, 2048 // columns)
     return rows, {"D": width, "ROWS": rows, "BLOCK": columns, "num_warps": min(16, rows * columns // 512)}
@@ -32,7 +32,7 @@ def tile(width: int) -> tuple[int, dict[str, int]]:
 def angles_of(
     x: Tensor, cos_BRP: Tensor | None, sin_BRP: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, dict[str, int]]:
-    """Cosine and sine as kernels read them, and the constants that say which row has which; None: nothing turns."""
+    """Return contiguous cosine and sine, and the constants HEADS (rows per angle) and PAIRS; PAIRS = 0 for None."""
     if cos_BRP is None or sin_BRP is None:
         return None, None, {"HEADS": 1, "PAIRS": 0}
     sizes = {"HEADS": x.shape[2] if x.ndim == 4 else 1, "PAIRS": cos_BRP.shape[2]}

@@ -1,16 +1,16 @@
-"""The index scores of slots that are selected already, with gradients; `index_top_k` ranked the slots by these scores.
+"""Index scores of selected slots, with gradients. `index_top_k` chooses slots by the same scores, without gradients.
 
     score_tk = sum_j weight_tj relu(query_tj . key_f),   f = index_tk
 
-A place without a slot scores 0 and gives no gradient. Keys are gathered chunk by chunk, in backward once more, so that
-nothing of size rows x slots x width is kept.
+Where index_BRK is -1, the score and its gradient are 0. Keys are gathered chunk by chunk, and again in backward, so
+that no tensor of size rows x K x width is stored.
 
 Args:
     query_BRJI, weight_BRJ, key_BFI: as in `gsm_kernels.index_top_k`; differentiable.
-    index_BRK: int64 slots, -1 = none. No gradient.
+    index_BRK: int64, the selected slots; -1 is no slot. No gradient.
 
 Returns:
-    score_BRK in the query's dtype. Computed in float32, or in float64 if that is what comes in.
+    score_BRK in the dtype of the query; computed in float32, or in float64 for float64 inputs.
 
 Raises:
     ValueError: if the shapes do not fit.

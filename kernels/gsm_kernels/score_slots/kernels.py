@@ -1,11 +1,12 @@
-"""Index scores of slots that are listed row by row, and their gradients.
+"""Triton kernels of index scores of listed slots, and their gradients.
 
-A launch takes a chunk of rows, as in `gsm_kernels.index_top_k.kernels`; `line` counts its rows. Letters: J index heads,
-I their width, F slots and R rows of a sequence; KS of a row's places are computed at a time.
+A launch takes a chunk of rows, as in `gsm_kernels.index_top_k.kernels`. A place is an element of a row's list.
+
+Letters: J index heads, I their width, F slots and R rows of a sequence, KS places that are computed at a time.
 """
 
 # pyright: reportGeneralTypeIssues=false
-# To a type checker, a jitted function that is called from another never returns.
+# By Triton's type hints, a call of one kernel from another does not return.
 
 import triton
 import triton.language as tl
@@ -18,9 +19,9 @@ def forward(
     J: tl.constexpr, I: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, KS:  # noqa: E741
     tl.constexpr,
 ):  # fmt: skip
-    """score = sum_j weight_j relu(query_j . key), 0 where there is no slot.
+    """Compute score = sum_j weight_j relu(query_j . key), 0 where there is no slot.
 
-    With GROUP > 1 the index lists groups of neighbouring slots, and a row's places are all slots of its groups.
+    With GROUP > 1, the index lists groups of neighbouring slots, and the places of a row are all slots of its groups.
     """
     tiles = tl.cdiv(places, KS)
     line = (tl.program_id(0) // tiles).to(tl.int64)
@@ -39,7 +40,7 @@ def forward(
 
 @triton.jit
 def _heads(query_ptr, weight_ptr, row, J: tl.constexpr, I: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr):  # noqa: E741
-    """A row's queries [HEADS, WIDTH] and weights [HEADS], zero beyond its J heads and I channels."""
+    """Load a row's queries [HEADS, WIDTH] and weights [HEADS], 0 beyond J heads and I channels."""
     head, channel = tl.arange(0, HEADS), tl.arange(0, WIDTH)
     inside = (head < J)[:, None] & (channel < I)[None, :]
     query = tl.load(query_ptr + (row * J + head)[:, None] * I + channel[None, :], mask=inside, other=0.0)
@@ -48,7 +49,7 @@ def _heads(query_ptr, weight_ptr, row, J: tl.constexpr, I: tl.constexpr, HEADS: 
 
 @triton.jit
 def _keys(key_ptr, entry, there, I: tl.constexpr, WIDTH: tl.constexpr):  # noqa: E741
-    """The keys at these entries of all sequences, [places, WIDTH], zero where there is none."""
+    """Load the keys at `entry` (counted over all sequences), [places, WIDTH], 0 where `there` is false."""
     channel = tl.arange(0, WIDTH)
     inside = there[:, None] & (channel < I)[None, :]
     return tl.load(key_ptr + entry.to(tl.int64)[:, None] * I + channel[None, :], mask=inside, other=0.0)
@@ -60,7 +61,7 @@ def backward(
     batch0, row0, rows, R, F, places,
     J: tl.constexpr, I: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, KS: tl.constexpr,  # noqa: E741
 ):  # fmt: skip
-    """Write the gradients of a row's queries and weights, and the part of each place in its key's gradient."""
+    """Write the gradients of a row's queries and weights, and the contribution of each place to its key's gradient."""
     line = tl.program_id(0).to(tl.int64)
     batch = batch0 + line // rows
     row = batch * R + row0 + line % rows
@@ -76,7 +77,7 @@ def backward(
         product = tl.dot(key, tl.trans(query), input_precision="ieee")
         grad = tl.load(grad_ptr + line * places + place, mask=valid, other=0.0).to(tl.float32)
         weight_grad += tl.sum(tl.maximum(product, 0.0) * grad[:, None], 0)
-        # Where a head fired, its gradient is its weight times the score's.
+        # The derivative of relu is 1 where the product is positive.
         fired_grad = tl.where(product > 0, grad[:, None] * weight[None, :], 0.0).to(query.dtype)
         query_grad += tl.dot(tl.trans(fired_grad), key, input_precision="ieee")
         pair = tl.dot(fired_grad, query, input_precision="ieee")

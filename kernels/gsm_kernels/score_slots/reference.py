@@ -1,4 +1,4 @@
-"""Plain PyTorch scores of selected slots, in chunks of rows. Backward computes them again from the inputs."""
+"""Plain PyTorch scores of selected slots, in chunks of rows. Backward computes the products again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..shapes import agree
 
 
 class Inputs(NamedTuple):
-    """The parameters of `gsm_kernels.score_slots`, described there."""
+    """The parameters of `gsm_kernels.score_slots`, documented there."""
 
     query_BRJI: Tensor
     weight_BRJ: Tensor
@@ -24,12 +24,12 @@ class Inputs(NamedTuple):
 
     @property
     def indexer(self) -> Indexer:
-        """The inputs of the scores; they get a gradient."""
+        """The inputs of the scores, which get a gradient."""
         return Indexer(*self[:3])
 
 
 def check(inputs: Inputs) -> None:
-    """Raise ValueError, in one sentence, if a letter has two sizes."""
+    """Raise ValueError if a letter has two sizes."""
     agree("score_slots", inputs)
 
 
@@ -60,7 +60,7 @@ class _Scores(torch.autograd.Function):
 
 
 def _chunks(inputs: Inputs) -> Iterator[tuple[Fired, Tensor]]:
-    """Yield the products of some rows, and the mask of their places without a slot."""
+    """Yield the products of a range of rows, and the mask of index_BRK = -1 in these rows."""
     batch, length, heads, width = inputs.query_BRJI.shape
     per_row = batch * inputs.index_BRK.shape[2] * max(width, heads)
     for rows in slices(length, max(1, scratch_elements(inputs.key_BFI.device) // max(1, per_row))):

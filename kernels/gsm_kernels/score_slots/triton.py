@@ -1,9 +1,9 @@
-"""Scores of selected slots: one kernel forward, and backward one that computes them again and a sum over each slot.
+"""Scores of selected slots in Triton: one kernel forward; backward, one kernel and a sum over each slot.
 
-A row's keys are gathered into registers, multiplied with all its heads at once and never stored: forward reads K I
-numbers a row, from the second-level cache where neighbouring rows choose the same. Backward writes the part of each
-place in its key's gradient, [rows, K, I] in float32 for a chunk of rows of 64 MB, and `gsm_kernels.inverse` adds these
-up slot by slot without atomic additions: the same bits in every run.
+A program gathers the keys of a row into registers and multiplies them by all heads at once. Neighbouring rows that
+select the same slots share them in the L2 cache. Backward computes the products again, and writes each place's
+contribution to its key's gradient, float32 [rows, K, I], for a chunk of rows. `gsm_kernels.inverse` sums these slot by
+slot without atomics, so that every run gives the same bits.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ..rows import Rows, lines_of, row_chunks
 from ..tiles import Tile, launch_fastest
 from .reference import Inputs
 
-# The gradient multiplies with a transposed left operand in registers. Compilers have got that wrong with 64 rows, which
-# wgmma takes (fla-org/flash-linear-attention#640).
+# Backward has a matrix product with a transposed left operand in registers. With 64 rows, for which Triton uses wgmma,
+# such products have been compiled wrongly (fla-org/flash-linear-attention#640).
 MOST_HEADS = 32
 
 
 def refuses(inputs: Inputs) -> str | None:
-    """Return why this call is not for the kernels."""
+    """Return why the kernels cannot take this call, or None."""
     return unlearnable(inputs.indexer) or inputs.indexer.unfit()
 
 
 def unlearnable(indexer: Indexer) -> str | None:
-    """Return why `add_gradients` is not for this indexer."""
+    """Return why `add_gradients` cannot take this indexer, or None."""
     heads = indexer.query_BRJI.shape[2]
     if heads <= MOST_HEADS or not learns(*indexer):
         return None
@@ -69,13 +69,19 @@ _operator = register("score_slots", _forward, _shape, _backward, takes=Inputs, l
 
 
 def zeros_for(x: Tensor) -> Tensor:
-    """Contiguous zeros in float32, for sums."""
+    """Return contiguous float32 zeros with the shape of `x`."""
     return x.new_zeros(x.shape, dtype=torch.float32)
 
 
 def score_listed(indexer: Indexer, index: Tensor, part: Rows, group: int = 1) -> Tensor:
-    """Scores [lines, places * group] in float32 of the slots, or of all slots of the groups, that are listed for a
-    chunk of rows in `index` [lines, places]. The indexer's tensors are `readable`."""
+    """Return the scores of listed slots for a chunk of rows, float32 [lines, places * group].
+
+    Args:
+        indexer: the inputs of the scores, from `Indexer.readable`.
+        index: the slots, or with group > 1 the groups of slots, of each line, [lines, places].
+        part: the chunk.
+        group: slots per group.
+    """
     from .kernels import forward
 
     query, key, places = indexer.query_BRJI, indexer.key_BFI, index.shape[1] * group
@@ -91,8 +97,15 @@ def score_listed(indexer: Indexer, index: Tensor, part: Rows, group: int = 1) ->
 
 
 def add_gradients(grads: tuple[Tensor, ...], grad: Tensor, indexer: Indexer, index_BRK: Tensor, part: Rows) -> None:
-    """Write the gradients of a chunk's queries and weights, given the scores' gradient `grad` [lines, places]. Add the
-    keys' gradient, which is float32."""
+    """Write the gradients of a chunk's queries and weights, and add to the gradient of the keys.
+
+    Args:
+        grads: the buffers of all rows and slots; that of the keys is float32.
+        grad: the gradient of the scores, [lines, places].
+        indexer: the inputs of the scores, from `Indexer.readable`.
+        index_BRK: the slots of all rows.
+        part: the chunk.
+    """
     from .kernels import backward
 
     query_grad, weight_grad, key_grad = grads
@@ -107,8 +120,8 @@ def add_gradients(grads: tuple[Tensor, ...], grad: Tensor, indexer: Indexer, ind
 
 
 def _tiles(query: Tensor, places: int) -> tuple[dict[str, int], tuple[Tile, ...]]:
-    """Return the constants and the candidates: four warps multiply tiles of 64 places. In float32, products are made
-    from registers, which hold fewer keys."""
+    """Return the constants and the candidate tiles: `places` places or half of them. float32 does not use tensor cores,
+    and its operands are in registers, which hold fewer keys."""
     heads, width = query.shape[2:]
     constants = {"J": heads, "I": width, "HEADS": power_of_two(heads, 16), "WIDTH": power_of_two(width, 16)}
     several = (32,) if query.dtype == torch.float32 else (places, places // 2)

@@ -1,6 +1,8 @@
-"""The clamped SwiGLU product, element by element. N is the number of elements; arithmetic is in float32.
+"""Triton kernels of the clamped SwiGLU product. N is the number of elements; arithmetic is in float32.
 
-By default a GPU's minimum drops a NaN: a broken activation would become the limit, unseen."""
+By default, `tl.minimum` on a GPU returns the other operand for NaN, so that NaN would become the limit. Here NaN is
+propagated.
+"""
 
 import triton
 import triton.language as tl
@@ -8,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def forward(gate_ptr, up_ptr, out_ptr, limit, N, BLOCK: tl.constexpr):
-    """out = silu(min(gate, limit)) * clip(up, -limit, limit)."""
+    """Compute out = silu(min(gate, limit)) * clip(up, -limit, limit)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < N
     gate = tl.minimum(tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32), limit, tl.PropagateNan.ALL)
@@ -19,7 +21,7 @@ def forward(gate_ptr, up_ptr, out_ptr, limit, N, BLOCK: tl.constexpr):
 
 @triton.jit
 def backward(grad_ptr, gate_ptr, up_ptr, gate_grad_ptr, up_grad_ptr, limit, N, BLOCK: tl.constexpr):
-    """Both gradients; a value beyond the limit gets none. The activation is computed again."""
+    """Compute both gradients, 0 for a clamped element. The activation is computed again."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < N
     grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)

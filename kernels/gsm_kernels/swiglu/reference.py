@@ -1,4 +1,4 @@
-"""Plain PyTorch product of a clamped SwiGLU."""
+"""The clamped SwiGLU product in plain PyTorch."""
 
 from __future__ import annotations
 

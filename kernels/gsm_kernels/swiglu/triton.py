@@ -1,7 +1,6 @@
-"""The clamped SwiGLU product in one kernel forward and one backward: both read their inputs once and keep nothing but
-them.
+"""The clamped SwiGLU product in Triton: one kernel forward and one backward. Only the inputs are saved for backward.
 
-With three tensors to read or write forward and five backward, the time is that of the memory's bandwidth.
+Each element is read or written once: three tensors forward and five backward. Memory bandwidth limits the speed.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from torch import Tensor
 from ..launch import cdiv, launch, unfit
 from ..register import register
 
-BLOCK, WARPS = 2048, 4  # 16 bytes a thread and access, four accesses: enough of them under way to fill the bandwidth
+BLOCK, WARPS = 2048, 4  # 16 elements per thread, so that enough loads are in flight to use the full bandwidth
 
 
 def refuses(gate: Tensor, up: Tensor, limit: float) -> str | None:
-    """Return why this call is not for the kernels."""
+    """Return why the kernels cannot take this call, or None."""
     return unfit(gate, up)
 
 

@@ -1,1 +1,1 @@
-"""The cost of a model in closed form: FLOPs, bytes and parameters, from the costs that each part declares."""
+"""The cost of a model in closed form: FLOPs, bytes and parameters, summed over the costs declared by its parts."""

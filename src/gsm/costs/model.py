@@ -1,7 +1,11 @@
-"""The cost of a model, in closed form: FLOPs of training, prefill and decoding, bytes of its memory, and bytes moved.
+"""The cost of a model in closed form: FLOPs of training, prefill and decoding, bytes of its memory, and bytes moved.
 
-A multiply-add is 2 FLOPs. Only matrix products are counted, not norms, softmaxes, rotations, activations, decays, the
-pooling of a bank's groups, Sinkhorn rounds or the selection of the highest scores. For weights of a x b elements,
+    costs = cost(model)
+    costs.training_flops(4096).total()            # one sequence, forward and backward
+    costs.cache_bytes(4096)["shared_state"]
+
+A multiply-add is 2 FLOPs. Only matrix products are counted; norms, softmaxes, rotations, activations, decays, the
+pooling of a bank's groups, Sinkhorn rounds and the top-k selection are omitted. For weights of a x b elements,
 
     a product with weights    2 a b           for each row
     attention                 4 H C           for each row and visible entry (logit and mixture, of all heads)
@@ -10,10 +14,10 @@ pooling of a bank's groups, Sinkhorn rounds or the selection of the highest scor
     recurrence                2 H C^2         for each token and read or write of its state (with M slots: 4 H M C)
     short convolution         2 w             for each token and channel, with width w
 
-Entries and slots are counted exactly, position by position, as in the equations: an early row sees fewer. An
-implementation may compute more, on whole blocks, and mask the rest.
+Visible entries and slots are counted exactly for each position, so early rows count fewer. An implementation that
+computes whole blocks and masks them does more work.
 
-Bytes moved are the minimum for a call in which kernels exchange only the activations listed here:
+Bytes moved are the minimum for a call whose kernels exchange only the activations listed here:
 
     weights         every parameter that the call uses is read once; experts count if its rows can choose them
     cache read      each layer reads its visible entries once, including new ones, and the state of a recurrence
@@ -22,8 +26,8 @@ Bytes moved are the minimum for a call in which kernels exchange only the activa
                     their queries (keys, values) and write their output, and a residual site reads streams and update
                     and writes streams and the next site's input; norms, rotations and SiLU are fused
 
-Every part declares its cost (``gsm.layers.costs``). The numbers are for one sequence that is one document. No tensors
-are made, so the model can be on the meta device.
+Every part declares its cost (``gsm.layers.costs``). Each sequence is taken as one document. No tensors are allocated,
+so the model can be on the meta device.
 """
 
 from __future__ import annotations
@@ -44,8 +48,11 @@ from gsm.slots.writer.base import StateWriter
 
 
 class Parts(Counter[str]):
-    """Numbers by part. The keys of FLOPs and of bytes moved are ``place/part`` (``decoder/attention``,
-    ``decoder/weights``); the keys of memory bytes are the kinds of ``Memory.breakdown``."""
+    """Numbers by part of the model; ``total()`` sums them.
+
+    The keys of FLOPs and of bytes moved are ``place/part`` (``decoder/attention``, ``decoder/weights``). The keys of
+    cache bytes are those of ``Memory.breakdown``.
+    """
 
     def of(self, place: str) -> int:
         """Return the sum over one place: ``encoder``, ``stages``, ``state``, ``cache``, ``decoder`` or ``head``."""
@@ -54,7 +61,16 @@ class Parts(Counter[str]):
 
 @dataclass(frozen=True)
 class Call:
-    """One forward: T new positions, R requested rows (as in ``LanguageModel.forward``), and the tokens already read."""
+    """One forward pass.
+
+    Attributes:
+        tokens: T, new positions.
+        rows: R, requested rows, as in ``LanguageModel.forward``.
+        before: tokens already in the memory.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
 
     tokens: int
     rows: int
@@ -73,12 +89,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a model; made by ``cost(model)``.
+    """The cost of a model, as returned by ``cost(model)``.
 
     Attributes:
         model: the model.
         layers: the cost of each of its layers, stages and caches.
-        writer, head: products of the state's writer (zero without one), and of the final norm and the head.
+        writer: products of the state's writer; zero without one.
+        head: products of the final norm and the head.
     """
 
     model: LanguageModel
@@ -87,12 +104,12 @@ class Cost:
     head: ProductCost
 
     def forward_flops(self, tokens: int, rows: int | None = None, before: int = 0) -> Parts:
-        """Return the FLOPs of one forward, by part.
+        """Return the FLOPs of one forward pass for one sequence, by part.
 
         Args:
             tokens: new positions (T).
-            rows: requested rows; None: all, as in training; 1: prefill; 0 or less: the first needed position is
-                1 - rows tokens after the call.
+            rows: requested rows, the last of the new positions. None: all, as in training; 1: as in prefill; 0 or less:
+                none, and the next requested position is 1 - rows tokens after the call, as in a chunk of a prompt.
             before: positions already in the memory.
 
         Raises:
@@ -111,22 +128,26 @@ class Cost:
         return _present(parts)
 
     def decode_flops(self, position: int) -> Parts:
-        """Return the FLOPs of decoding the token at a position (from 0), which runs every layer."""
+        """Return the FLOPs of decoding the token at a position (from 0), by part."""
         return self.forward_flops(1, before=position)
 
     def prefill_flops(self, tokens: int, chunk: int = CHUNK) -> Parts:
-        """Return the FLOPs of ``LanguageModel.prefill``: in every chunk only the prerequisites of the last row."""
+        """Return the FLOPs of ``LanguageModel.prefill`` with a prompt of ``tokens`` tokens, by part.
+
+        Every chunk computes only what the last row of the prompt depends on.
+        """
         return _total(self.forward_flops(*call) for call in _chunks(tokens, chunk))
 
     def training_flops(self, tokens: int) -> Parts:
-        """Return the FLOPs of forward and backward on a sequence, by part.
+        """Return the FLOPs of forward and backward on one sequence, by part.
 
-        Each product costs 3 times its forward, because the gradient of each factor is another product. The inputs of
-        indexers are detached, so their projections cost 2 times, or 1 time if frozen. A loss over all searched slots
-        needs the main attention's logits with these slots as a teacher, in the compared rows. With a loss over selected
-        slots only, these logits exist already, and the compared rows are those for which recall is measured. If
-        activations are recomputed, all layers run forward once more; selective recomputation repeats no product. Stages
-        count in full even if the writer ignores them.
+        - Each product costs 3 times its forward, because the gradient of each factor is another product.
+        - The inputs of indexers are detached, so their projections cost 2 times their forward, or 1 time if frozen.
+        - The teacher of the indexer's loss needs the main attention's logits for all searched slots, in the compared
+          rows. With a loss over selected slots these logits exist, and the compared rows are those that measure recall.
+        - With recomputation of activations, all layers run forward once more. Selective recomputation repeats no
+          product.
+        - Stages count in full even if the writer ignores them.
         """
         forward = self.forward_flops(tokens)
         slots = self.model.indexer_training.slots_with_gradient(tokens)
@@ -150,11 +171,11 @@ class Cost:
     def forward_bytes(
         self, tokens: int, rows: int | None = None, before: int = 0, dtype: torch.dtype = torch.bfloat16, batch: int = 1
     ) -> Parts:
-        """Return the bytes that one forward moves, by part, as described at the top of this module.
+        """Return the bytes that one forward pass moves, by part, as defined at the top of this module.
 
         Args:
             tokens, rows, before: as in ``forward_flops``.
-            dtype: dtype of weights, activations and caches; states of recurrences have at least float32.
+            dtype: dtype of weights, activations and caches; states of recurrences are in float32 if it is narrower.
             batch: number of sequences, which share the weights.
         """
         call, parts = Call(tokens, tokens if rows is None else rows, before), Parts()
@@ -180,9 +201,9 @@ class Cost:
         return _present(moved)
 
     def decode_bytes(self, position: int, dtype: torch.dtype = torch.bfloat16, batch: int = 1) -> Parts:
-        """Return the bytes moved for decoding the token at a position: weights and caches.
+        """Return the bytes moved to decode the token at a position (from 0): weights and caches, by part.
 
-        Activations are a few vectors, which stay in the device's caches, and are not counted.
+        Activations are omitted, because they are a few vectors that stay in the device's caches.
         """
         moved = self.forward_bytes(1, before=position, dtype=dtype, batch=batch)
         return Parts({part: size for part, size in moved.items() if not part.endswith("activations")})
@@ -190,18 +211,24 @@ class Cost:
     def prefill_bytes(
         self, tokens: int, chunk: int = CHUNK, dtype: torch.dtype = torch.bfloat16, batch: int = 1
     ) -> Parts:
-        """Return the bytes that ``LanguageModel.prefill`` moves; every chunk reads the weights of its layers."""
+        """Return the bytes that ``LanguageModel.prefill`` moves, by part. Every chunk reads the weights again."""
         return _total(self.forward_bytes(*call, dtype, batch) for call in _chunks(tokens, chunk))
 
     def training_bytes(
         self, tokens: int, batch: int = 1, dtype: torch.dtype = torch.bfloat16, master: torch.dtype = torch.float32
     ) -> Parts:
-        """Return the bytes that one step of training moves: three times those of a forward pass without a memory.
+        """Return the bytes that one training step moves, by part.
 
-        The backward pass reads everything again, and moves the same number of bytes for gradients; gradients of weights
-        are written. If activations are recomputed, all layers move their bytes once more. An optimiser with two moments
-        (AdamW) reads the gradient, and reads and writes weights and moments, in the dtype ``master``. The count omits
-        the reads of the indexers' teacher, and casts of weights.
+        Forward and backward move three times the bytes of a forward pass without a memory: backward reads all tensors
+        again, and moves as many bytes of gradients. With recomputation of activations, all layers move their bytes once
+        more. An optimiser with two moments (AdamW) reads gradients, and reads and writes weights and moments, all in
+        the dtype ``master``. The reads of the indexers' teacher and casts of weights are omitted.
+
+        Args:
+            tokens: length of each sequence.
+            batch: number of sequences.
+            dtype: dtype of weights and activations.
+            master: dtype of the optimiser's tensors.
         """
         forward = self.forward_bytes(tokens, dtype=dtype, batch=batch)
         forward = Parts({part: size for part, size in forward.items() if not part.endswith("cache written")})
@@ -212,12 +239,18 @@ class Cost:
     def cache_bytes(
         self, tokens: int, dtype: torch.dtype = torch.bfloat16, batch: int = 1, capacity: int | None = None
     ) -> Parts:
-        """Return the bytes of a memory after ``tokens`` tokens, with the keys of ``Memory.breakdown``.
+        """Return the bytes of a memory after T = ``tokens`` tokens, with the keys of ``Memory.breakdown``.
 
-        Windows hold min(T, W) entries, banks and index keys T // m slots, a cache T entries, a recurrence its whole
-        state. The writer defines the size of the state (the paper's: min(T, M) entries). A static memory (``capacity``)
-        has full windows, a full state and capacity // m + 1 slots from the start. Bookkeeping is two integers for every
+        A window has min(T, W) entries, a bank and its index keys T // m slots, a cache T entries, and a recurrence its
+        whole state. The writer defines the size of the shared state (in the paper min(T, M) entries). A static memory
+        has full windows, a full state and capacity // m + 1 slots from the start. Bookkeeping is two integers per
         sequence, and one more for each bank and cache.
+
+        Args:
+            tokens: T, tokens read.
+            dtype: dtype of the entries.
+            batch: number of sequences.
+            capacity: capacity of a static memory in tokens; None: the memory grows.
         """
         stores = [store for layer in self.layers for store in layer.work.stores]
         counters = 2 + sum(store.counted for store in stores)
@@ -235,7 +268,7 @@ class Cost:
         return self.model.writer if isinstance(self.model, GSM) else None
 
     def _layers(self, call: Call) -> Iterator[tuple[Layer, int, int]]:
-        """Yield each layer with the number of positions that enter it, and of the rows that it computes."""
+        """Yield each layer with the number of positions that enter it, and the number of rows that it computes."""
         plan = self.model.schedule(call.tokens, call.rows)
         rows = {
             "encoder": pairwise([call.tokens, *plan.encoder]),
@@ -248,7 +281,7 @@ class Cost:
             yield layer, entering, wanted
 
     def _products(self, call: Call) -> Iterator[tuple[str, ProductCost, int]]:
-        """Yield all products by name, with their numbers of rows; the products of a bank may have none."""
+        """Yield the name, the cost and the number of rows of all products; a bank may have 0 rows."""
         for layer, entering, wanted in self._layers(call):
             work = layer.work
             slots = call.end // work.ratio - call.before // work.ratio
@@ -262,7 +295,7 @@ class Cost:
         yield from [("head", self.head, call.rows)] if call.rows > 0 else []
 
     def _recomputed(self, forward: Parts) -> Parts:
-        """Return the part of a forward that the backward pass repeats, if activations are recomputed."""
+        """Return the part of a forward pass that backward repeats; empty without recomputation of activations."""
         stack = getattr(self.model, "decoder", None)
         if getattr(stack, "recompute", False) is not True:
             return Parts()
@@ -270,7 +303,11 @@ class Cost:
 
 
 def cost(model: LanguageModel) -> Cost:
-    """Return the cost of a model. Raises ValueError for a part without a known cost."""
+    """Return the cost of a model, which may be on the meta device.
+
+    Raises:
+        ValueError: a part does not declare its cost.
+    """
     writer = model.writer if isinstance(model, GSM) else None
     return Cost(model, tuple(model.layer_costs()), products(writer), products(model.norm, model.head))
 
@@ -278,10 +315,12 @@ def cost(model: LanguageModel) -> Cost:
 def paper_decode(model: GSM | Baseline, tokens: int) -> int:
     """Return the paper's estimate of the attention of all decoder layers for one token, in multiply-adds.
 
-    Equation (1), baseline: N d_I + J P d_I + L_D (K + W) d. Equation (2), GSM: L_D M d. N is the number of tokens so
-    far, this one included; d_I is the width of an indexer times its heads, d that of an entry times the query heads, J
-    the number of Reindex layers, and P the slots of the size's candidate pool, which a baseline may be built without.
-    The paper has one multiply-add for an entry and a channel; logit and mixture take one each.
+    Equation (1), baseline: N d_I + J P d_I + L_D (K + W) d. Equation (2), GSM: L_D M d.
+
+    N = ``tokens`` is the number of tokens so far, including this one. d_I is the width of an index head times their
+    number, d the width of an entry times the query heads, L_D the number of decoder layers, J that of Reindex layers,
+    and P the slots in the candidate pool of the size, even if the baseline is built without a pool. The paper counts
+    one multiply-add per entry and channel; an implementation needs two, for the logit and for the mixture.
     """
     shape = model.geometry
     scoring, width = shape.index_heads * shape.index_dim, shape.heads * shape.entry_dim
@@ -294,8 +333,8 @@ def paper_decode(model: GSM | Baseline, tokens: int) -> int:
 def paper_cache(model: GSM | Baseline, tokens: int, dtype: torch.dtype = torch.bfloat16) -> int:
     """Return the paper's estimate of the decoder's entries after ``tokens`` tokens (N), in bytes of ``dtype``.
 
-    Equation (3), baseline: (N + L_D W) d_KV. Equation (4), GSM: M d_KV. N is at least W and M; d_KV is the width of an
-    entry, which is both key and value. Neither counts what the encoder keeps, nor the keys of indexers.
+    Equation (3), baseline: (N + L_D W) d_KV. Equation (4), GSM: M d_KV. They hold for N >= W and N >= M; d_KV is the
+    width of an entry, which is both key and value. The encoder's entries and the indexers' keys are not counted.
     """
     shape = model.geometry
     entries = model.state_size if isinstance(model, GSM) else tokens + shape.decoder_layers * shape.window
@@ -303,7 +342,7 @@ def paper_cache(model: GSM | Baseline, tokens: int, dtype: torch.dtype = torch.b
 
 
 def _chunks(tokens: int, chunk: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the tokens of each chunk of a prompt, its requested rows, and the tokens before it."""
+    """Yield the arguments of ``forward_flops`` for each chunk of a prompt: tokens, rows, before."""
     if tokens < 1 or chunk < 1:
         raise ValueError(f"tokens and chunk must be at least 1, got {tokens} and {chunk}")
     for start in range(0, tokens, chunk):

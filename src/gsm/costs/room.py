@@ -1,4 +1,4 @@
-"""Memory of a request to a model: what it needs, what is free, and how many tokens would fit."""
+"""The memory that a request to a model needs, the memory that is free, and the number of tokens that would fit."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch
 from gsm.costs.model import cost
 from gsm.models.base import LanguageModel
 
-GUESS = 64  # estimated activations of a token while its chunk is read, in vectors of the model's width
-# Messages of a GPU, of the traceback of a child process, and of a CPU.
+GUESS = 64  # estimated activations per token of a chunk, in vectors of the model's width
+# In messages of a GPU, of the traceback of a child process, and of a CPU.
 MESSAGES = ("out of memory", "OutOfMemoryError", "can't allocate memory")
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether a GPU, a CPU, or a child process with its traceback as the message ran out of memory."""
+    """Return whether an error means that a GPU or the machine ran out of memory, also by the text of its message."""
     kinds = (torch.OutOfMemoryError, MemoryError)
     return isinstance(error, kinds) or any(words in str(error) for words in MESSAGES)
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the free bytes of a GPU, including PyTorch's unused reserve, or of this machine."""
+    """Return the free bytes of a GPU, including what PyTorch has reserved and does not use; else of this machine."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -36,7 +36,8 @@ def available_bytes(device: torch.device) -> int:
 
 
 def needs(model: LanguageModel, chunk: int, batch: int = 1) -> Callable[[int], int]:
-    """Return a function of the number of tokens: the bytes of their memory and, estimated, of reading a chunk."""
+    """Return a function that maps a number of tokens to the bytes of their static memory and, estimated, of a chunk's
+    activations."""
     weight, costs = model.embedding.weight, cost(model)
 
     def needed(tokens: int) -> int:
@@ -47,8 +48,14 @@ def needs(model: LanguageModel, chunk: int, batch: int = 1) -> Callable[[int], i
 
 
 def refusal(needed: Callable[[int], int], tokens: int, available: int) -> str:
-    """Return the needed bytes, the free bytes, and the largest number of tokens below this one that would fit."""
+    """Return an error message with the needed bytes, the free bytes, and how many tokens (below this number) would fit.
+
+    Args:
+        needed: from ``needs``.
+        tokens: the requested number.
+        available: free bytes.
+    """
     need, free = (number / 2**30 for number in (needed(tokens), max(available, 0)))
     most = bisect_right(range(1, tokens), available, key=needed)
-    sizes = f"about {need:.3g} GiB are needed beside the weights, {free:.3g} are free"
+    sizes = f"about {need:.3g} GiB are needed in addition to the weights, {free:.3g} GiB are free"
     return f"out of memory: {sizes}; {most:,} tokens would fit"

@@ -33,7 +33,7 @@ def write(
     device: str = "auto",
 ) -> None:
     """Write an HTML file that shows the computation of a trained GSM at every token of a text: the bank slots that each
-    stage selects, the sources and readers of each entry of the state, and the loss without the state or a stage.
+    stage selects, the sources and the readers of each state entry, and the loss without the state or without a stage.
 
     Args:
         checkpoint: the folder of a run or of one of its steps, or a packaged model: nano (text), needle_handed_on (the
@@ -46,8 +46,8 @@ def write(
         device: cpu, cuda, ...; auto: a GPU if there is one
 
     Raises:
-        ConfigError, FileNotFoundError: a value out of range, a model without a shared state, or a file that cannot be
-            used; the message names it.
+        ConfigError: a value is out of range, the model has no shared state, or a file cannot be used.
+        FileNotFoundError: there is no such checkpoint.
     """
     start = time.perf_counter()
     if not 0 <= tokens <= LONGEST:
@@ -61,7 +61,7 @@ def write(
     task, target_T = _task(run), None
     if task is None:
         if not source:
-            raise ConfigError(f"explore.py needs text= or text_file= because {run.file} was trained on text")
+            raise ConfigError(f"explore.py needs text= or text_file= for {run.file}, which was trained on text")
         named: Tokenizer | Task = run.tokenizer
         ids = run.tokenizer.encode(source)
         token_T = torch.tensor(ids[: tokens or DEFAULT], dtype=torch.long)
@@ -69,7 +69,7 @@ def write(
     else:
         if source:
             raise ConfigError(
-                f"text must be left out, as {run.file} was trained on {type(task).__name__}, which has no text"
+                f"text must be empty for {run.file}, which was trained on {type(task).__name__}, a synthetic task"
             )
         named, (token_T, target_T) = task, _held_out(run, task, tokens, sequence)
         read = f"{len(token_T):,} tokens"
@@ -88,18 +88,18 @@ def _one(path: str) -> Path:
     """Return the checkpoint at a path, or of the only run below it."""
     files = checkpoints(path)
     if len(files) > 1:
-        raise ConfigError(f"checkpoint must be one run, such as {home(files[0])}, got {path} with {len(files)}")
+        raise ConfigError(f"checkpoint must be one run, such as {home(files[0])}, got {path} with {len(files)} runs")
     return files[0]
 
 
 def _task(run: Trained) -> Task | None:
-    """Return the task of a model trained on a synthetic task, else None. Raises ConfigError."""
+    """Return the synthetic task that the model was trained on; None if it was trained on text."""
     node = vetted_node(run.saved, "data", run.file)
     return instantiate(node, "data").task if "task" in node else None
 
 
 def _held_out(run: Trained, task: Task, tokens: int, sequence: int) -> tuple[Tensor, Tensor]:
-    """Return a held-out sequence of a task and its targets, int64 [T] each."""
+    """Return a held-out sequence of a task and its targets, both int64 [T]."""
     length = tokens or int(run.config["data"]["context"])
     with refusals("tokens"):
         sample = Generated(task, HELD_OUT, lambda _: length)[sequence]
@@ -108,7 +108,7 @@ def _held_out(run: Trained, task: Task, tokens: int, sequence: int) -> tuple[Ten
 
 def _text(text: str, file: str | None) -> str:
     if text and file:
-        raise ConfigError(f"text_file must be left out beside text, got {file}")
+        raise ConfigError(f"text_file must be empty if text is given, got {file}")
     try:
         return read_text(file) if file else utf8(text)
     except (OSError, UnicodeDecodeError) as error:
@@ -116,6 +116,6 @@ def _text(text: str, file: str | None) -> str:
 
 
 def _about(run: Trained) -> dict[str, str]:
-    """Return the facts about a checkpoint for the top of the page."""
+    """Return facts about a checkpoint by name, for the top of the page."""
     size = run.config.get("choices", {}).get("size")
     return {"checkpoint": str(home(run.file)), "steps": f"{run.step:,}", **({"size": size} if size else {})}

@@ -1,10 +1,11 @@
-"""The explorer's numbers for a text: one recorded forward, and the losses of further forwards without parts of the
+"""The explorer's numbers for a text: one recorded forward pass, and the losses of forward passes without parts of the
 model.
 
-A row is a token that the model has just read. It has the row's selections, its entry, and the prediction of the next
-token.
+A row is a position at which the model has just read a token: it makes selections, writes a state entry, and predicts
+the next token.
 
-T tokens, H heads, E window or state entries, K selected slots, F slots of a bank, S ways, P sources, G guesses.
+Letters: T tokens, H heads, E window or state entries, K selected slots, F slots of a bank, S ways (routes into the
+state), P sources, G guesses.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ from gsm.models.gsm import GSM
 from gsm.observe import Recording, record
 from gsm.shapes import promoted
 
-LONGEST = 4096  # tokens: rollout multiplies matrices of T x T
+LONGEST = 4096  # largest number of tokens: rollout multiplies matrices of T x T
 SOURCES = 32  # strongest sources per entry
-GUESSES = 3  # likeliest next tokens per row
+GUESSES = 3  # most likely next tokens per row
 AT_ONCE = 256  # rows of logits in memory at a time
 WHOLE = "whole model"
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One attention, at every row of the text. The weights of a row, with its sink, sum to 1.
+    """The attention weights of one layer or stage at every row. The weights of a row, with its sink, sum to 1.
 
     Attributes:
         name: ``encoder/<l>``, ``stage/<s>`` or ``decoder/<l>``.
         layer: number of the layer; for a stage, of its encoder layer.
         back_E: int64, distance in positions from the row back to each near entry.
-        near_THE: float, weights of the window's entries, or of the state's.
-        own: number of near entries, the last ones, that belong to a decoder layer's own window and not to the state.
-        chosen_TK: int64, the slots that are read, -1 for none; K is 0 without a bank.
+        near_THE: float, weights of the near entries: those of the window, or of the state.
+        own: how many of the near entries, at the end, are in the window of a decoder layer instead of the state.
+        chosen_TK: int64, the selected slots, -1 for none; K is 0 without a bank.
         far_THK: float, weights of these slots.
         sink_TH: float, weights of the sink.
     """
@@ -78,15 +79,15 @@ class Facts:
         start_F: int64, the first token of each slot of a bank; negative for unused slots.
         readings: every attention, encoder first, then stages, then decoder.
         ways: routes into the state: ``encoder``, ``stage/1``, ...
-        way_ST: float, share of a row's entry that came by each way; columns sum to 1.
+        way_ST: float, share of each route in a row's entry; columns sum to 1.
         source_TP: int64, the tokens with the largest shares of an entry, the strongest first; -1 for none.
-        share_STP: float, their shares by each way.
-        read_T: float, weight of a token's entry in the attention of later rows, summed over these rows; a mean over
-            decoder layers and heads.
-        retrieved_T: float, weight of a token's slot in the stages, summed over rows and stages, divided by the tokens
-            of the slot; a mean over heads.
-        loss_T: losses in nats, by the missing part: none (``WHOLE``), the state, a stage, all; NaN without a target.
-        guess_TG: int64, the likeliest next tokens.
+        share_STP: float, their shares by route.
+        read_T: float, attention weight on a token's entry, summed over later rows; mean over decoder layers and heads.
+        retrieved_T: float, weight on a token's slot in the stages, summed over rows and stages, divided by the tokens
+            per slot; mean over heads.
+        loss_T: losses in nats, by the removed part: none (``WHOLE``), the state, a stage, all stages; NaN without a
+            target.
+        guess_TG: int64, the most likely next tokens.
         chance_TG: float, their probabilities.
     """
 
@@ -111,7 +112,7 @@ class Facts:
 def gather(
     model: LanguageModel, token_T: Tensor, document_T: Tensor | None = None, target_T: Tensor | None = None
 ) -> Facts:
-    """Compute the facts: read a text with the whole model, and without its parts.
+    """Compute the facts: run the whole model on a text, and run it without each of its parts.
 
     Args:
         model: a GSM, on any device.
@@ -120,8 +121,8 @@ def gather(
         target_T: int64, -100 for none; None: the next token, if it is in the same document.
 
     Raises:
-        ValueError: the model has no shared state, an encoder layer of it is recurrent, there are too few or too many
-            tokens, or documents or targets have another length.
+        ValueError: the model has no shared state or a recurrent encoder layer, the number of tokens is out of range, or
+            documents or targets differ from the tokens in length.
     """
     check(model, len(token_T))
     for name, x in (("documents", document_T), ("targets", target_T)):
@@ -164,15 +165,21 @@ def gather(
 
 
 def check(model: LanguageModel, tokens: int | None = None, name: str = "") -> None:
-    """Raise ValueError for a model or text that the explorer cannot show; ``name`` is the model's name in the error."""
+    """Raise ValueError if the explorer cannot show a model, or a text of this many tokens.
+
+    Args:
+        model: the model.
+        tokens: length of the text; None: check only the model.
+        name: name of the model in the message.
+    """
     if not isinstance(model, GSM):
         raise ValueError(
-            f"model must be a GSM, as the pages show its shared state, got {name or type(model).__name__}; "
-            "evaluate.py measures any model"
+            f"model must be a GSM, because the page shows its shared state, got {name or type(model).__name__}; "
+            "use evaluate.py for other models"
         )
     if layers := with_recurrences(model):
         raise ValueError(
-            "encoder_layer must be attention, as attention weights do not describe recurrences, got "
+            "encoder_layer must be attention, because the page shows attention weights, got "
             f"{name or type(model).__name__} with recurrences in layers {layers}"
         )
     least = model.geometry.encoder_ratio + 1
@@ -188,7 +195,7 @@ def _next(token_T: Tensor, document_T: Tensor) -> Tensor:
 
 
 def _losses(out: Output, target_T: Tensor) -> Tensor:
-    """Return the losses in nats, float32 [T]."""
+    """Return the losses in nats, float32 [T]; NaN without a target."""
     parts = zip(out.hidden_BRD[0].split(AT_ONCE), target_T.split(AT_ONCE), strict=True)
     loss_T = [
         cross_entropy(promoted(out.head(hidden_RD)), target_R, ignore_index=IGNORED, reduction="none")
@@ -198,7 +205,7 @@ def _losses(out: Output, target_T: Tensor) -> Tensor:
 
 
 def _guesses(out: Output) -> tuple[Tensor, Tensor]:
-    """Return the likeliest next tokens of each row, int64 [T, G], and their probabilities."""
+    """Return the most likely next tokens of each row, int64 [T, G], and their probabilities, [T, G]."""
     best = [promoted(out.head(part_RD)).softmax(dim=-1).topk(GUESSES) for part_RD in out.hidden_BRD[0].split(AT_ONCE)]
     return torch.cat([part.indices for part in best]), torch.cat([part.values for part in best])
 

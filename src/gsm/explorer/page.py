@@ -1,9 +1,8 @@
-"""The page: one HTML file with the facts, which needs no network, forbids it, and runs only its own scripts.
+"""Write the facts as one HTML file, which works offline and runs only its own scripts.
 
-Content of a text, a tokenizer or a checkpoint is in the file as JSON in ASCII without ``<``, ``>`` and ``&``, and is
-inserted into the page as text, never as HTML. A content security policy allows the page's own scripts and styles, by
-their hashes, and nothing else. Arrays are base64, each in its own element, so that the page decodes only the ones it
-draws.
+Content of a text, a tokenizer or a checkpoint is stored as ASCII JSON without ``<``, ``>`` and ``&``, and inserted into
+the page as text, never as HTML. A content security policy allows only the page's own scripts and styles, by their
+hashes. Each array is a base64 element, so that the page decodes only the arrays that it draws.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from gsm.models.gsm import GSM
 
 HERE = Path(__file__).parent
 STYLE, SCRIPTS = "page.css", ("data.js", "text.js", "panel.js", "page.js")  # scripts in execution order
-LARGEST = 48 * 2**20  # bytes of weights; larger pages store only the mean over heads
+LARGEST = 48 * 2**20  # bytes of attention weights, above which only the mean over heads is stored
 KINDS = {torch.uint8: "u1", torch.uint16: "u2", torch.int32: "i4", torch.float32: "f4"}
 
 
 @dataclass(frozen=True)
 class Page:
-    """A finished page, which a notebook displays as the value of a cell.
+    """A page; a notebook displays it as the value of a cell.
 
     Attributes:
         html: content of the file.
@@ -60,7 +59,7 @@ class Page:
         return Path(path)
 
     def _repr_html_(self) -> str:
-        """Return a frame that may run scripts, but has no access to the notebook."""
+        """Return a sandboxed frame, which may run scripts without access to the notebook."""
         frame = f'sandbox="allow-scripts" style="width: 100%; height: {self.height}px; border: 0"'
         return f'<iframe title="GSM explorer" {frame} srcdoc="{html.escape(self.html)}"></iframe>'
 
@@ -81,21 +80,21 @@ def explore(
     Args:
         model: a GSM.
         tokens: a text that the model's tokenizer encodes, or int64 [T].
-        named: the tokenizer of a text, or the task of a sequence, to name the tokens; None: the model's tokenizer, or
-            plain numbers if it has none.
+        named: the tokenizer or the task that gives the texts of tokens; None: the model's tokenizer, or plain numbers
+            if it has none.
         documents: int64 [T], contiguous runs of equal ids; None: one document.
         targets: int64 [T], target of each row, -100 for none; None: the next token, or the answers to the questions of
             a needle or recall task.
         about: facts for the top of the page, by name.
 
     Raises:
-        ValueError: the model has no shared state, or no tokenizer for a text; there are too few or too many tokens; or
-            documents or targets have another length.
+        ValueError: the model has no shared state, or no tokenizer for a text; the number of tokens is out of range; or
+            documents or targets differ from the tokens in length.
     """
     named = model.tokenizer if named is None else named
     token_T = torch.as_tensor(model.encode(tokens) if isinstance(tokens, str) else tokens).long().cpu()
     if token_T.dim() != 1:
-        raise ValueError(f"tokens must be one sequence, [T], got the shape {list(token_T.shape)}; use tokens[0]")
+        raise ValueError(f"tokens must be one sequence [T], got shape {list(token_T.shape)}; use tokens[0]")
     questions = questions_of(named, token_T)
     if questions and targets is None:
         targets = targets_of(questions, token_T)
@@ -105,7 +104,7 @@ def explore(
 
 
 def describe(model: GSM) -> dict[str, str]:
-    """Return the facts about a model for the top of a page."""
+    """Return facts about a model by name, for the top of a page."""
     geometry, stages = model.geometry, model.aggregation.layers
     return {
         "model": f"GSM, {sum(weight.numel() for weight in model.parameters()) / 1e6:.2f} M parameters",
@@ -120,7 +119,14 @@ def describe(model: GSM) -> dict[str, str]:
 def render(
     facts: Facts, named: Tokenizer | Task | None, questions: Sequence[Question], about: Mapping[str, object]
 ) -> str:
-    """Return the content of the file."""
+    """Return the HTML of the page.
+
+    Args:
+        facts: the numbers.
+        named: the tokenizer or the task that gives the texts of tokens.
+        questions: the questions of a task.
+        about: facts for the top of the page, by name.
+    """
     style = (HERE / STYLE).read_text(encoding="utf-8")
     scripts = [(HERE / name).read_text(encoding="utf-8") for name in SCRIPTS]
     arrays = dict(_arrays(facts))
@@ -142,7 +148,7 @@ def _plain_facts(
     about: Mapping[str, object],
     arrays: Mapping[str, Tensor],
 ) -> dict[str, Any]:
-    """Return all facts that are not arrays."""
+    """Return all facts that are not arrays, for the page's JSON."""
     words = words_of(named, facts.token_T.tolist())
     predicted = {*facts.guess_TG.flatten().tolist(), *facts.target_T.tolist()} - {-1}
     return {
@@ -188,9 +194,9 @@ def _arrays(facts: Facts) -> Iterator[tuple[str, Tensor]]:
 
 
 def _quantised(share: Tensor) -> Tensor:
-    """Quantise shares from 0 to 1 to uint8 of their square roots.
+    """Quantise the square roots of shares in [0, 1] to uint8.
 
-    Small shares have small errors, and only shares below 4e-6 become 0.
+    With square roots, small shares have small errors, and only shares below 4e-6 become 0.
     """
     return (share.clamp(0, 1).sqrt() * 255).round().to(torch.uint8)
 
@@ -201,11 +207,11 @@ def _base64(array: Tensor) -> str:
 
 
 def _json(value: Any) -> str:
-    """Return JSON without characters that have a meaning in HTML."""
+    """Return JSON in which the special characters of HTML are escaped."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _hash(text: str) -> str:
-    """Return the hash of a script or style for a content security policy."""
+    """Return the hash of a script or style, as a content security policy writes it."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"

@@ -1,4 +1,4 @@
-"""The texts of tokens on the page: pieces of text, keys and values of a task, or plain numbers. T tokens."""
+"""The texts of tokens on the page: pieces of text, keys and values of a task, or plain numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXT, PIECE, END, KEY, VALUE, FILLER, NUMBER = "tpekvfn"
 
 
 class Word(NamedTuple):
-    """A token on the page: its text, and its kind of display."""
+    """A token on the page: its text, and the letter of its display."""
 
     text: str
     kind: str
@@ -28,12 +28,12 @@ class Word(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """Positions of a question.
+    """The positions of a question in its sequence.
 
     Attributes:
-        key: where the key is asked.
-        needle: where the key and its value were given.
-        row: where the answer is due.
+        key: position of the question, a key.
+        needle: position where the key was given, with its value after it.
+        row: position where the answer is predicted.
     """
 
     key: int
@@ -42,19 +42,19 @@ class Question:
 
 
 def tokens(named: LanguageModel | Tokenizer | Task | None, source: str | Tensor | Sequence[int]) -> list[str]:
-    """Return the text of every token, e.g. for the axis of a figure.
+    """Return the text of every token, for example for the axis of a figure.
 
         gsm.tokens(model, "def f(x):")                    # ["def", " f", "(", "x", "):"]
         gsm.tokens(data.task, token_T)                    # ["K8", "V3", "12", ...]
 
     Args:
-        named: names the tokens: a model with a tokenizer, a tokenizer, or a synthetic task; None, or a model without a
-            tokenizer: plain numbers.
-        source: a text, or the ids of a sequence, [T]. A character of several tokens is at the last of them; the others
-            are empty.
+        named: a tokenizer, a model with a tokenizer, or a synthetic task; None, or a model without a tokenizer: the
+            tokens become plain numbers.
+        source: a text, or token ids [T]. If a character takes several tokens, it is the text of the last one, and the
+            others are empty.
 
     Raises:
-        ValueError: a text, and no tokenizer.
+        ValueError: ``source`` is a text, and there is no tokenizer.
     """
     namer = named.tokenizer if isinstance(named, LanguageModel) else named
     if not isinstance(source, str):
@@ -62,14 +62,14 @@ def tokens(named: LanguageModel | Tokenizer | Task | None, source: str | Tensor 
     elif isinstance(namer, Tokenizer):
         ids = namer.encode(source)
     else:
-        raise ValueError(f"source must be ids, as nothing here has a tokenizer, got {source!r:.40}")
+        raise ValueError(f"source must be token ids without a tokenizer, got {source!r:.40}")
     return [word.text for word in words_of(namer, ids)]
 
 
 def words_of(named: Tokenizer | Task | None, ids: Sequence[int]) -> list[Word]:
-    """Return every token of a text, or of a sequence of a task; with neither, as numbers.
+    """Return the words of token ids: by a tokenizer, by a task, or with None as plain numbers.
 
-    A character of several tokens of a text is at the last of them; the others are empty.
+    If a character takes several tokens, it is the text of the last one, and the others are empty.
     """
     if not isinstance(named, Tokenizer):
         return [of_id(named, token) for token in ids]
@@ -86,7 +86,7 @@ def words_of(named: Tokenizer | Task | None, ids: Sequence[int]) -> list[Word]:
 
 
 def of_id(named: Tokenizer | Task | None, token: int) -> Word:
-    """Return the text of a single token without context."""
+    """Return the word of a single token, without its context."""
     if isinstance(named, Tokenizer):
         if token == named.end_of_text:
             return Word("end of text", END)
@@ -101,9 +101,10 @@ def of_id(named: Tokenizer | Task | None, token: int) -> Word:
 
 
 def visible(text: str) -> str:
-    """Return the text with visible replacements of characters that hide, move or reorder others.
+    """Return the text with invisible characters, and those that reorder others, replaced by visible ones.
 
-    Controls become their pictures; direction marks and line breaks other than a newline become their code points.
+    ASCII control characters become their Unicode pictures; other controls, direction marks and line separators become
+    their code points. Newlines and tabs stay.
     """
     return "".join(map(_visible, text))
 
@@ -119,8 +120,8 @@ def _visible(character: str) -> str:
 
 
 def questions_of(named: Tokenizer | Task | None, token_T: Tensor) -> list[Question]:
-    """Return the questions of a sequence of ``gsm.data.recall``: keys that occur again. Empty for texts and other
-    tasks."""
+    """Return the questions of a sequence of ``gsm.data.recall``, which are keys that occur again; empty for texts and
+    other tasks."""
     if not isinstance(named, Alphabet):
         return []
     needles, questions, wait = {}, [], named.wait
@@ -133,7 +134,7 @@ def questions_of(named: Tokenizer | Task | None, token_T: Tensor) -> list[Questi
 
 
 def targets_of(questions: Sequence[Question], token_T: Tensor) -> Tensor:
-    """Return the answers to questions, int64 [T], -100 elsewhere: the value after each key, where its answer is due."""
+    """Return the targets of questions, int64 [T]: at the row of each question the value of its key, elsewhere -100."""
     target_T = torch.full_like(token_T, IGNORED)
     for question in questions:
         target_T[question.row] = token_T[question.needle + 1]

@@ -1,1 +1,1 @@
-"""The loops that Numba compiles, one module for each operation; imported when they first run."""
+"""The loops that Numba compiles, one module per operation, imported when they first run."""

@@ -1,14 +1,13 @@
-"""The loops behind `gsm_kernels.attend` and `attend_band` on a CPU.
+"""The loops of `gsm_kernels.attend` and `attend_band` on a CPU.
 
-A block is a few neighbouring queries; its lanes are their heads, query by query, so that one instruction works on
-eight of them or more. Scores lie with the lanes last, entry by entry: first the scores of the window of all the block's
-queries, then the scores of the picks, which are different entries for every query. So maxima and sums are taken lane by
-lane, and `multiply` computes all products; it reads entries as they lie.
+A block is a few neighbouring queries. Its lanes m are their heads, query by query, so that one instruction computes
+eight of them or more. Scores have the lanes last: first the window entries that any query of the block sees, then the
+picks, which differ by query. `multiply` computes all products, and maxima and sums are taken per lane.
 
     score[i, m]         = window[low + i] . query[m]                -inf where the row does not see the entry
     score[near + k, m]  = bank[index[m's query, k]] . query[m]      -inf where there is no entry
 
-Backward computes the softmax again. With g the rotated gradient of the mixture, weights p and entries e,
+Backward computes the softmax again. With g the rotated gradient of the output, weights p and entries e,
 
     d score = p (e . g - sum p e . g)      d query = sum d score e      d e = sum over lanes d score query + p g
 """
@@ -20,22 +19,22 @@ import numpy as np
 from ..arrays import add, exp, floats, integers, multiply, read
 from ..native import compiled, part
 
-LANES = 32  # a loop has a constant number of lanes
-PART = 128  # entries that are mixed at a time: this number stays in the nearest cache
+LANES = 32  # constant, so that loops over lanes are vectorised
+PART = 128  # entries that are mixed at a time, so that they stay in the L1 cache
 ZERO, ONE = np.float32(0), np.float32(1)
-# Constants for `multiply`: it would be compiled once more for a number written in Python.
+# Typed constants, because `multiply` would be compiled again for a Python number.
 UNIT, NEW, MORE = np.int64(1), np.bool_(False), np.bool_(True)
-NOTHING, LOWEST = np.float32(-np.inf), np.float32(-1e30)  # the second: a sink's, so that a maximum is finite
+NOTHING, LOWEST = np.float32(-np.inf), np.float32(-1e30)  # LOWEST is the smallest sink: the maximum is finite
 
-# What is kept of a lane: which of the block's entries it sees first and last; the sink's logit; the softmax's maximum
-# and denominator; the mean of the entries' products with the gradient.
+# The numbers of a lane: the first and the last entry of the block that it sees; the sink's logit; the maximum and the
+# denominator of the softmax; the weighted mean of the entries' products with the gradient.
 FIRST, LAST, SINK, HIGH, TOTAL, MEAN = range(6)
 
 
 @part
 def _shape(sizes):
-    """Lanes, the numbers from one entry's scores to the next's, those from one vector to the next, and the entries that
-    a block's window may hold."""
+    """Return the number of lanes, the strides of scores and of vectors in elements, and the most window entries of a
+    block."""
     entries, heads, channels, width, queries = sizes[1], sizes[2], sizes[3], sizes[5], sizes[8]
     lanes = -(-queries * heads // LANES) * LANES
     return lanes, lanes + 16, -(-channels // 16) * 16, queries + min(width, entries) - 1
@@ -43,8 +42,8 @@ def _shape(sizes):
 
 @part
 def _room(sizes, sink_at):
-    """Return memory for a block's weights: the array, and the addresses in it of the queries, vector by vector and with
-    the lanes last; of copies of the window's entries, and of the picks; of the scores; and of the lanes' numbers."""
+    """Return the memory of a block: the array, and the addresses in it of the queries (vector by vector, and with the
+    lanes last), of copies of the window entries and of the picks, of the scores, and of the numbers of the lanes."""
     lanes, stride, wide, reach = _shape(sizes)
     heads, channels, picks, queries = sizes[2], sizes[3], sizes[7], sizes[8]
     vectors, turned, window, bank = lanes * wide, channels * stride, reach * wide, queries * picks * wide
@@ -64,7 +63,7 @@ def _room(sizes, sink_at):
 
 @part
 def _turn(vector_at, channels, pairs, cos_at, sin_at, sign):
-    """Rotate the last pairs of channels."""
+    """Rotate the last pairs of channels of a vector, forwards (sign 1) or back (-1)."""
     cos, sin = floats(cos_at, (pairs,)), floats(sin_at, (pairs,))
     pair = floats(vector_at + 4 * (channels - 2 * pairs), (pairs, 2))
     for p in range(pairs):
@@ -75,7 +74,7 @@ def _turn(vector_at, channels, pairs, cos_at, sin_at, sign):
 
 @part
 def _load(vectors_at, factor, sizes, start, count, cos_at, sin_at, natural, last):
-    """Read the vectors of a block's rows, times a factor, and rotate them."""
+    """Read the vectors of a block's rows, multiply by a factor, and rotate them."""
     heads, channels, pairs = sizes[2], sizes[3], sizes[4]
     _, stride, wide, _ = _shape(sizes)
     for r in range(count):
@@ -94,7 +93,7 @@ def _load(vectors_at, factor, sizes, start, count, cos_at, sin_at, natural, last
 
 @part
 def _write(mixed, factor, sizes, start, count, cos_at, sin_at, vectors_at):
-    """Rotate the vectors of a block's rows back, and write them, each times its lane's factor."""
+    """Rotate the vectors of a block's rows back, multiply each by its lane's factor, and write them."""
     heads, channels, pairs = sizes[2], sizes[3], sizes[4]
     lanes, _, wide, _ = _shape(sizes)
     share = floats(factor, (lanes,))
@@ -111,8 +110,8 @@ def _write(mixed, factor, sizes, start, count, cos_at, sin_at, vectors_at):
 
 @part
 def _reach(sizes, batch, row, count, position_at, table):
-    """Return the first entry that the block sees, and the number of them. Write the first and the last entry that each
-    lane sees, counted from the block's first: the first is after the last where the lane sees none."""
+    """Return the first entry that the block sees, and the number of entries. Write the first and the last entry that
+    each lane sees, counted from the block's first; first > last if the lane sees none."""
     rows, entries, heads, width = sizes[0], sizes[1], sizes[2], sizes[5]
     lanes, _, _, _ = _shape(sizes)
     position, lane = integers(position_at + 8 * (batch * rows + row), (count,)), floats(table, (6, lanes))
@@ -132,7 +131,7 @@ def _reach(sizes, batch, row, count, position_at, table):
 
 @part
 def _softmax(near, far, lanes, stride, score_at, table):
-    """Turn scores into exp(score - maximum), and sum these up, that of the sink included."""
+    """Replace scores by exp(score - maximum), and sum these, including the sink."""
     for group in range(0, lanes, LANES):
         first, last = floats(table + 4 * group, (LANES,)), floats(table + 4 * (LAST * lanes + group), (LANES,))
         bottom = floats(table + 4 * (SINK * lanes + group), (LANES,))
@@ -162,7 +161,7 @@ def _softmax(near, far, lanes, stride, score_at, table):
 
 @part
 def _products(sizes, count, near, near_at, picked, last, score_at):
-    """The products of all entries that a block may see with its lanes."""
+    """Write the products of the lanes with all entries that the block sees."""
     heads, channels, picks = sizes[2], sizes[3], sizes[7]
     _, stride, wide, _ = _shape(sizes)
     multiply(near_at, wide, UNIT, last, stride, score_at, stride, near, channels, count * heads, NEW)
@@ -173,7 +172,7 @@ def _products(sizes, count, near, near_at, picked, last, score_at):
 
 @part
 def _mix(sizes, count, near, near_at, picked, weight_at, mixed):
-    """The sum of entries, by weights, for every lane."""
+    """Write the weighted sum of entries of every lane."""
     heads, channels, picks = sizes[2], sizes[3], sizes[7]
     _, stride, wide, _ = _shape(sizes)
     for i in range(0, max(near, 1), PART):
@@ -186,7 +185,7 @@ def _mix(sizes, count, near, near_at, picked, weight_at, mixed):
 
 @part
 def _pick(sizes, batch, start, count, bank_at, index_at, picked):
-    """Copy the entries that a block's rows have picked; in place of a missing pick, the first entry."""
+    """Copy the entries picked by the rows of a block; for index -1, the first entry."""
     channels, slots, picks, bank_step, bank_size = sizes[3], sizes[6], sizes[7], sizes[11], sizes[12]
     _, _, wide, _ = _shape(sizes)
     index, bank = integers(index_at + 8 * start * picks, (count * picks,)), bank_at + batch * bank_step * bank_size
@@ -197,7 +196,7 @@ def _pick(sizes, batch, start, count, bank_at, index_at, picked):
 
 @part
 def _hide(sizes, start, count, index_at, bias_at, score_at):
-    """Add the bias to the picks' scores, and hide missing picks, and the scores of lanes without a query."""
+    """Add the bias to the scores of picks; set scores of missing picks and of lanes without a query to -inf."""
     heads, slots, picks = sizes[2], sizes[6], sizes[7]
     lanes, stride, _, _ = _shape(sizes)
     score, index = floats(score_at, (picks, stride)), integers(index_at + 8 * start * picks, (count, picks))
@@ -217,7 +216,7 @@ def _hide(sizes, start, count, index_at, bias_at, score_at):
 
 @part
 def _weights(sizes, batch, row, count, given, room):
-    """Fill in a block's room; return its first entry, how many there are, and where they lie."""
+    """Compute the softmax weights of a block; return its first window entry, their number, and their address."""
     query_at, window_at, bank_at, index_at, bias_at, position_at, cos_at, sin_at = given
     channels, picks, window_step, window_size = sizes[3], sizes[7], sizes[9], sizes[10]
     natural, last, copied, picked, score, table = room
@@ -245,7 +244,7 @@ def forward(
     first, last, rows, entries, heads, channels, pairs, width, slots, picks, queries, window_step, window_size,
     bank_step, bank_size, query_at, window_at, bank_at, index_at, bias_at, position_at, cos_at, sin_at, sink_at, out_at,
 ):  # fmt: skip
-    """Write the outputs of blocks of queries. The blocks of a sequence come one after the other, then the next's."""
+    """Write the outputs of blocks first to last, counted over all sequences."""
     sizes = (rows, entries, heads, channels, pairs, width, slots, picks, queries, window_step, window_size, bank_step,
              bank_size)  # fmt: skip
     lanes, _, wide, _ = _shape(sizes)
@@ -263,12 +262,12 @@ def forward(
         for m in range(lanes):
             total[m] = ONE / total[m]
         _write(mixed, table + 4 * TOTAL * lanes, sizes, batch * rows + row, count, cos_at, sin_at, out_at)
-    lane_numbers[0], memory[0, 0] = ZERO, ZERO  # an array of which only the address is used would be freed
+    lane_numbers[0], memory[0, 0] = ZERO, ZERO  # keeps the arrays alive, of which only the addresses are used
 
 
 @part
 def _score_grad(near, far, lanes, stride, score_at, grad_at, table):
-    """Divide the weights by their sums; turn the entries' products with the gradient into the scores' gradients."""
+    """Divide the weights by their sums; replace the entries' products with the gradient by the scores' gradients."""
     for group in range(0, lanes, LANES):
         total = floats(table + 4 * (TOTAL * lanes + group), (LANES,))
         mean = floats(table + 4 * (MEAN * lanes + group), (LANES,))
@@ -291,7 +290,7 @@ def _score_grad(near, far, lanes, stride, score_at, grad_at, table):
 
 @part
 def _add_picks(sizes, start, count, index_at, grad, score, query, given, into, bank_grad_at, bias_grad_at):
-    """Add the picks of a block's rows to the gradients of the bank; write the gradients of the bias."""
+    """Add the contributions of a block's picks to the gradient of the bank; write the gradient of the bias."""
     heads, channels, slots, picks = sizes[2], sizes[3], sizes[6], sizes[7]
     _, stride, wide, _ = _shape(sizes)
     index, grads = integers(index_at + 8 * start * picks, (count, picks)), floats(grad, (picks, stride))
@@ -318,8 +317,8 @@ def backward(
     parts, part_rows, part_entries, out_grad_at, query_grad_at, window_grad_at, sink_grad_at, bank_grad_at,
     bias_grad_at,
 ):  # fmt: skip
-    """Write the gradients of parts of sequences. Gradients of entries and sink are added to a separate buffer for each
-    part; a part's window begins at the first entry that its rows may see."""
+    """Write the gradients of parts first to last of the rows. Each part has its own buffer for the gradients of entries
+    and sinks; its window begins at the first entry that its rows may see."""
     sizes = (rows, entries, heads, channels, pairs, width, slots, picks, queries, window_step, window_size, bank_step,
              bank_size)  # fmt: skip
     lanes, stride, wide, reach = _shape(sizes)
@@ -360,4 +359,4 @@ def backward(
             if picks:
                 far, weight = grad + 4 * near * stride, score + 4 * near * stride
                 _add_picks(sizes, start, count, index_at, far, weight, query, grads, pick_grad, bank_grad, bias_grad_at)
-    lane_numbers[0], memory[0] = ZERO, ZERO  # an array of which only the address is used would be freed
+    lane_numbers[0], memory[0] = ZERO, ZERO  # keeps the arrays alive, of which only the addresses are used

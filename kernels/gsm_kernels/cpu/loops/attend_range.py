@@ -1,8 +1,8 @@
-"""The loops behind `gsm_kernels.attend_range` on a CPU: a few rows that read keys and values as they lie in a memory.
+"""The loops of `gsm_kernels.attend_range` on a CPU, for a few rows that read keys and values directly from a cache.
 
-An item is a share of the slots that one row sees. The loop takes PART slots at a time: first the scores of all heads
-(their keys lie side by side in a slot), then the weights by the largest score so far, then the mixture of values. A
-larger score shrinks the sums over earlier slots. `combine` puts the shares of a row together.
+An item is a share of the slots of one row. The loop is an online softmax over PART slots at a time: the scores of all
+heads, then the weights relative to the largest score so far, then the weighted sum of values. `combine` joins the
+shares of a row.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import numpy as np
 from ..arrays import dots, exp, floats, integers, multiply, peak, read
 from ..native import compiled, part
 
-PART = 64  # slots at a time; `peak` finds the largest of that number of scores
+PART = 64  # slots at a time; `peak` takes this number of scores
 SHARES = 16  # largest number of shares of a row's slots
-# Constants for `multiply`: it would be compiled once more for a number written in Python.
+# Typed constants, because `multiply` would be compiled again for a Python number.
 LINE, UNIT, SIXTEEN, MORE = np.int64(PART), np.int64(1), np.int64(16), np.bool_(True)
 ZERO, ONE = np.float32(0), np.float32(1)
-NOTHING, LOWEST = np.float32(-np.inf), np.float32(-1e30)  # where there is no slot; before the first
+NOTHING, LOWEST = np.float32(-np.inf), np.float32(-1e30)  # the score of no slot; the initial maximum
 
 
 @part
 def _share(first, last, slots, share):
-    """The slots of a share. Few slots make fewer shares, not smaller ones; the number of threads changes nothing."""
+    """Return the range of slots of a share. The size of shares depends only on the number of visible slots; the last
+    shares may be empty."""
     low, high = max(first, 0), min(last, slots)
     size = max(-(-max(high - low, 0) // (SHARES * 16)) * 16, PART)
     return low + share * size, min(low + (share + 1) * size, high)
@@ -30,8 +31,8 @@ def _share(first, last, slots, share):
 
 @part
 def _sixteen(at, count, step, numbers, size, spare):
-    """Return the address of sixteen slots, and their distance in bytes. They are copied if they are not float32 or
-    fewer than sixteen."""
+    """Return the address of sixteen slots, and their distance in bytes. Slots are copied if there are fewer than
+    sixteen, or if they are not in float32."""
     if count >= 16 and size == 4:
         return at, step
     for i in range(16):
@@ -46,7 +47,7 @@ def _sixteen(at, count, step, numbers, size, spare):
 
 @part
 def _weigh(heads, channels, score_at, top, total, mixed):
-    """Turn scores into exp(score - largest) and add these up; shrink earlier sums if the largest has grown."""
+    """Replace scores by exp(score - maximum) and sum these; rescale earlier sums if the maximum has grown."""
     for h in range(heads):
         score, before, after = floats(score_at + 4 * h * PART, (PART,)), top[h], peak(score_at + 4 * h * PART)
         if not after <= before:
@@ -65,7 +66,7 @@ def _weigh(heads, channels, score_at, top, total, mixed):
 
 @compiled
 def combine(first, last, rows, shares, heads, channels, part_at, out_at):
-    """Write the outputs of the rows first to last from the results of their shares; 0 where a row sees nothing."""
+    """Write the outputs of rows first to last from the results of their shares; 0 if a row sees no slot."""
     part, out = floats(part_at, (shares, rows, heads * (channels + 2))), floats(out_at, (rows, heads, channels))
     for row in range(first, last):
         for h in range(heads):
@@ -93,8 +94,9 @@ def forward(
     first, last, rows, shares, each, slots, heads, groups, channels, size, batch_step, slot_step,
     query_at, key_at, value_at, first_at, last_at, part_at, out_at,
 ):  # fmt: skip
-    """Write the results of items: for every head the largest score, the sum of the weights, and the weighted mixture.
-    If these are all items, also the outputs of the rows. Items are the first shares of all rows, then the second."""
+    """Write the results of items first to last: for every head, the largest score, the sum of weights, and the weighted
+    sum of values. Items are the first shares of all rows, then the second, and so on. If one call computes all items,
+    it also writes the outputs of the rows."""
     shared, numbers, width, step = heads // groups, groups * channels, heads * channels, slot_step * size
     memory = np.empty(width + heads * PART + 16 * numbers, np.float32)
     own_at = np.int64(memory.ctypes.data)
@@ -134,4 +136,4 @@ def forward(
                     multiply(weights, LINE, UNIT, value, apart // 4, into, channels, shared, SIXTEEN, channels, MORE)
     if first == 0 and last == rows * shares:
         combine(0, rows, rows, shares, heads, channels, part_at, out_at)
-    memory[0] = ZERO  # an array would be freed if only its address were used
+    memory[0] = ZERO  # keeps the array alive, of which only the address is used

@@ -1,8 +1,8 @@
-"""Index scores of a row, from the products of its heads, and the exact choice among them.
+"""Compute the index scores of a row from the products of its heads, and choose the k highest exactly.
 
-Slots are dealt to lanes; there are eight times as many lanes as choices. The k-th highest of the lanes' maxima is a
-bound. Only scores that reach it are partitioned, to find the k-th highest score. A sweep in ascending order then takes
-all slots with higher scores, and the first slots with an equal score. Both sweeps pass over runs without a high score.
+Slots are distributed over 8 k lanes. The k-th highest of the lanes' maxima is a lower bound of the k-th highest score.
+Only scores that reach it are partitioned to find the k-th highest score. A pass in ascending order then takes all slots
+with higher scores, and the first slots with an equal score. Both passes skip runs of slots without a high score.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import numpy as np
 from ..arrays import floats, integers
 from ..native import compiled, part
 
-RUN = 32  # slots that are looked at together
-LANES = 8  # for each slot that is chosen: with 8, a bound lets 7 % more pass than it should
-HEADS = 4  # that are read together
+RUN = 32  # slots that are compared together
+LANES = 8  # lanes per chosen slot: with 8, about 7 % more than k scores reach the bound
+HEADS = 4  # heads that are read together
 LOWEST = np.float32(np.finfo(np.float32).min)  # lowest score that can be chosen
 ZERO, INFINITE = np.float32(0), np.float32(np.inf)
 
 
 @part
 def _score(fired_JF, weight_J, low, high, score_F):
-    """sum_j weight_j relu(fired_j) of slots low to high; -inf where that is not a number."""
+    """Write score = sum_j weight_j relu(fired_j) of slots low to high; -inf in place of NaN."""
     for f in range(low, high):
         score_F[f] = ZERO
     heads = weight_J.shape[0]
@@ -42,7 +42,7 @@ def _score(fired_JF, weight_J, low, high, score_F):
 
 @part
 def _reaches(score, start, stop, bound):
-    """Whether a score from start to stop reaches the bound."""
+    """Return whether any score from start to stop reaches the bound."""
     hit = False
     for f in range(start, stop):
         hit |= score[f] >= bound
@@ -51,7 +51,7 @@ def _reaches(score, start, stop, bound):
 
 @part
 def _bound(score, low, high, k, held):
-    """Return the k-th highest of many scores; of few scores, the lowest that can be chosen at all."""
+    """Return a lower bound of the k-th highest score: the k-th highest maximum of a lane, or LOWEST for few slots."""
     lanes = LANES * k
     if high - low < 2 * lanes:
         return LOWEST
@@ -66,7 +66,7 @@ def _bound(score, low, high, k, held):
 
 @part
 def _choose(score, low, high, k, held, chosen_K):
-    """Write the places in low to high of the k highest scores above -inf, ascending, then -1."""
+    """Write the places from low to high of the k highest scores above -inf, ascending, then -1."""
     threshold, count, equals = _bound(score, low, high, k, held), 0, k
     for start in range(low, high, RUN):
         stop = min(start + RUN, high)
@@ -96,7 +96,7 @@ def top_k(
     begin, end, rows, row0, all_rows, slots, heads, k, members, block, fired_at, weight_at, first_at, last_at, pool_at,
     chosen_at,
 ):  # fmt: skip
-    """The slots that rows begin to end of a chunk choose; `members` blocks are in the pool of each (-1: no pool)."""
+    """Write the chosen slots of rows begin to end of a chunk; `members` is the size of a pool, -1 without pools."""
     sequences = (end - 1) // rows + 1
     fired_NJF, weight_BRJ = floats(fired_at, (end, heads, slots)), floats(weight_at, (sequences, all_rows, heads))
     first_BR, last_BR = integers(first_at, (sequences, all_rows)), integers(last_at, (sequences, all_rows))
@@ -124,7 +124,8 @@ def top_k(
 def blocks(
     begin, end, rows, row0, all_rows, slots, heads, k, block, fired_at, weight_at, first_at, last_at, chosen_at
 ):  # fmt: skip
-    """The k blocks with the highest maxima, counted from a row's first slot; the newest is always among them."""
+    """Write the k blocks with the highest maxima of rows begin to end. Blocks are counted from a row's first slot; the
+    newest is always chosen."""
     sequences, count = (end - 1) // rows + 1, -(-slots // block)
     fired_NJF, weight_BRJ = floats(fired_at, (end, heads, slots)), floats(weight_at, (sequences, all_rows, heads))
     first_BR, last_BR = integers(first_at, (sequences, all_rows)), integers(last_at, (sequences, all_rows))

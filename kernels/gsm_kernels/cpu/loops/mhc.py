@@ -1,8 +1,8 @@
-"""The loops behind `gsm_kernels.mhc` on a CPU: forward and backward, each with one sweep over the streams.
+"""The loops of `gsm_kernels.mhc` on a CPU: forward and backward, each with one pass over the streams.
 
-Tokens are taken in groups. A group's coefficients lie with the tokens last, so that a step of Sinkhorn's is a few
-vector instructions for all of them. The streams are still in the cache when the coefficients are known. The product
-with phi, and in backward the two products with its gradients, are matrix products of PyTorch's library.
+Tokens are processed in groups. The coefficients of a group have the tokens last, so that a step of Sinkhorn's is a few
+vector instructions for all of them. The streams of a group stay in the cache. PyTorch computes the product with phi
+before forward, and two matrix products for the gradients after backward.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from ..arrays import exp, floats
 from ..native import compiled, part
 
 X = 4  # streams
-MIX, C = 2 * X, 2 * X + X * X  # where the numbers of the mixing matrix begin; all numbers of a token
-GROUP = 32  # tokens; with fewer, LLVM unrolls the loops over them before it could vectorise them
+MIX, C = 2 * X, 2 * X + X * X  # first number of the mixing matrix; all numbers of a token
+GROUP = 32  # tokens of a group; with fewer, LLVM unrolls the loops over them instead of vectorising them
 ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
 
 
 @part
 def _coefficients(first, count, number_NC, bias_C, scale_3, rounds, eps, gate, matrix, divisor):
-    """Sigmoids [2X, GROUP] and mixing matrices [X*X, GROUP] of tokens, and the divisors of every step but the last, as
-    far as there is room for them."""
+    """Write the sigmoids [2X, GROUP] and mixing matrices [X*X, GROUP] of a group, and the divisors of Sinkhorn's steps
+    except the last, as far as `divisor` has room."""
     for c in range(MIX):
         for n in range(count):
             gate[c, n] = number_NC[first + n, c] * scale_3[c // X] + bias_C[c]
@@ -51,7 +51,7 @@ def _coefficients(first, count, number_NC, bias_C, scale_3, rounds, eps, gate, m
     keeps_divisors = divisor.shape[0] > 1
     for step in range(2 * rounds - 1):
         row = step if keeps_divisors else 0
-        if step % 2 == 0:  # columns, by their sums over sources
+        if step % 2 == 0:  # columns: divide by sums over sources
             for k in range(X):
                 for n in range(GROUP):
                     total = eps
@@ -60,7 +60,7 @@ def _coefficients(first, count, number_NC, bias_C, scale_3, rounds, eps, gate, m
                     divisor[row, k, n] = total
                     for j in range(X):
                         matrix[j * X + k, n] *= ONE / total
-        else:  # rows, by their sums over destinations
+        else:  # rows: divide by sums over destinations
             for j in range(X):
                 for n in range(GROUP):
                     total = eps
@@ -73,7 +73,7 @@ def _coefficients(first, count, number_NC, bias_C, scale_3, rounds, eps, gate, m
 
 @part
 def _sinkhorn_grad(rounds, eps, grad, matrix, divisor):
-    """Turn gradients of mixing matrices into gradients of their logits; both are overwritten. See `sinkhorn_grad`."""
+    """Replace gradients of mixing matrices by those of their logits; `matrix` is overwritten. See `sinkhorn_grad`."""
     for c in range(X * X):
         for n in range(GROUP):
             grad[c, n] *= matrix[c, n]
@@ -112,8 +112,8 @@ def forward(
     first, last, tokens, width, rounds, eps, hc_eps, streams_at, update_at, bias_at, scale_at,
     number_at, inverse_at, left_at, mixed_at,
 ):  # fmt: skip
-    """Write the streams that leave, and the next site's reading of them. The numbers arrive as products with phi and
-    are divided by the streams' root mean square; its inverse is written, too."""
+    """Write the new streams, the next site's input, and the inverse root mean square of the streams. The numbers are
+    the products with phi; they are multiplied by the inverse in place."""
     streams, update = floats(streams_at, (tokens, X, width)), floats(update_at, (tokens, width))
     bias_C, scale_3 = floats(bias_at, (C,)), floats(scale_at, (3,))
     number_NC, inverse_N = floats(number_at, (tokens, C)), floats(inverse_at, (tokens,))
@@ -149,7 +149,7 @@ def backward(
     first, last, tokens, width, rounds, hc_eps, streams_at, update_at, bias_at, scale_at, number_at, inverse_at,
     left_grad_at, mixed_grad_at, logit_grad_at, number_grad_at, streams_grad_at, update_grad_at,
 ):  # fmt: skip
-    """The gradients of logits, of the products with phi, of the update, and of the streams but for the part that comes
+    """Write the gradients of the logits, of the products with phi, of the update, and of the streams except the part
     through the products with phi."""
     streams, update = floats(streams_at, (tokens, X, width)), floats(update_at, (tokens, width))
     bias_C, scale_3 = floats(bias_at, (C,)), floats(scale_at, (3,))
@@ -161,7 +161,7 @@ def backward(
     gate, matrix = np.zeros((MIX, GROUP), np.float32), np.zeros((X * X, GROUP), np.float32)
     gate_grad, matrix_grad = np.zeros((MIX, GROUP), np.float32), np.zeros((X * X, GROUP), np.float32)
     undone, divisor = np.empty((X * X, GROUP), np.float32), np.empty((2 * rounds, X, GROUP), np.float32)
-    product = np.empty((X + 1, X + 1), np.float32)  # of streams and update with the gradients of streams and of mixed
+    product = np.empty((X + 1, X + 1), np.float32)  # of streams and update with the gradients of both results
     for start in range(first, last, GROUP):
         count = min(GROUP, last - start)
         _coefficients(start, count, number_NC, bias_C, scale_3, rounds, hc_eps, gate, matrix, divisor)
@@ -200,7 +200,7 @@ def backward(
                 pull = logit_grad[t, c] * scale_3[min(c // X, 2)]
                 along += pull * number_NC[t, c]
                 number_grad[t, c] = pull * inverse_N[t]
-            # number = phi . x / rms(x): x is pulled towards the rows of phi and, through the rms, along itself.
+            # number = phi . x / rms(x), so the gradient of x has a part along phi, and one along x through the rms.
             along *= -inverse_N[t] * inverse_N[t] / np.float32(X * width)
             for j in range(X + 1):
                 row, out = (streams[t, j], streams_grad[t, j]) if j < X else (update[t], update_grad[t])

@@ -1,4 +1,4 @@
-"""RMSNorm of rows, one after the other: a row is read from memory once, and again from the cache."""
+"""RMSNorm row by row. A row is read twice, the second time from the cache."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import numpy as np
 from ..arrays import floats
 from ..native import compiled
 
-ROWS = 32  # rows of a block; backward adds up the weight's gradient by block
+ROWS = 32  # rows of a block; backward sums the gradient of the weight block by block
 
 
 @compiled
 def forward(first, last, width, eps, x_at, weight_at, out_at):
-    """y = x / rms(x) * weight of rows first to last."""
+    """Compute y = x / rms(x) * weight of rows first to last."""
     x, weight, out = floats(x_at, (last, width)), floats(weight_at, (width,)), floats(out_at, (last, width))
     eps = np.float32(eps)
     for n in range(first, last):
@@ -27,7 +27,7 @@ def forward(first, last, width, eps, x_at, weight_at, out_at):
 
 @compiled
 def backward(first, last, rows, width, eps, grad_at, x_at, weight_at, x_grad_at, part_at):
-    """The gradient of x, and of the weight the part that comes from each block of rows, blocks first to last."""
+    """Compute the gradient of x, and the part of each block in the gradient of the weight, for blocks first to last."""
     grad, x, weight = floats(grad_at, (rows, width)), floats(x_at, (rows, width)), floats(weight_at, (width,))
     x_grad, part = floats(x_grad_at, (rows, width)), floats(part_at, (last, width))
     eps = np.float32(eps)
@@ -42,7 +42,7 @@ def backward(first, last, rows, width, eps, grad_at, x_at, weight_at, x_grad_at,
                 total += row[i] * row[i]
                 along += pull[i] * weight[i] * row[i]
             inverse = np.float32(1) / np.sqrt(total / np.float32(width) + eps)
-            # Along itself x has no gradient: the norm takes that part away.
+            # The norm removes the component of the gradient along x.
             along *= -inverse * inverse * inverse / np.float32(width)
             for i in range(width):
                 weight_grad[i] += pull[i] * row[i] * inverse

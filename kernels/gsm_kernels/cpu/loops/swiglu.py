@@ -1,4 +1,4 @@
-"""The clamped SwiGLU product, number by number, and its gradients."""
+"""The clamped SwiGLU product and its gradients, element by element."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ONE = np.float32(1)
 
 @compiled
 def forward(first, last, limit, gate_at, up_at, out_at):
-    """silu(min(gate, limit)) * clip(up, -limit, limit) of numbers first to last."""
+    """Compute silu(min(gate, limit)) * clip(up, -limit, limit) of elements first to last."""
     gate, up, out = floats(gate_at, (last,)), floats(up_at, (last,)), floats(out_at, (last,))
     limit = np.float32(limit)
     for i in range(first, last):
@@ -24,7 +24,7 @@ def forward(first, last, limit, gate_at, up_at, out_at):
 
 @compiled
 def backward(first, last, limit, grad_at, gate_at, up_at, gate_grad_at, up_grad_at):
-    """The gradients of both; a clamped value gets none."""
+    """Compute both gradients of elements first to last, 0 for a clamped element."""
     grad, gate, up = floats(grad_at, (last,)), floats(gate_at, (last,)), floats(up_at, (last,))
     gate_grad, up_grad = floats(gate_grad_at, (last,)), floats(up_grad_at, (last,))
     limit = np.float32(limit)
