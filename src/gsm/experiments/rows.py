@@ -76,7 +76,13 @@ FACTS = (
     *("corpus", "corpus_sha256", "optimizer", "learning_rate", "steps", "tokens", "parameters", "seconds"),
     *("device", "versions", "fingerprint.documents", "fingerprint.tokenizer"),
 )
-SETTINGS = ("corpus_sha256", "learning_rate", "optimizer", "steps", "tokens")  # facts in which the seeds of an arm are alike
+SETTINGS = (
+    "corpus_sha256",
+    "learning_rate",
+    "optimizer",
+    "steps",
+    "tokens",
+)  # facts in which the seeds of an arm are alike
 LOCAL = ("logs=", "jobs=", *(f"{key}=null" for key in SEVERAL))  # where a run lies, and who started it
 ABOVE = re.compile(r"^start_from=/.*/(?=logs/)")  # the machine's part of the path of a checkpoint
 BITS, SUMS = "/bits_per_byte", "/by_document"  # of an evaluation: its number, and nats and bytes of every document
