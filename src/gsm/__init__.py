@@ -1,4 +1,4 @@
-"""Global state models: language models whose decoder reads one small state that all its layers share.
+"""Global state models: language models whose decoder layers all read one shared state of fixed size.
 
 Importing this package is cheap: PyTorch, Hydra and Lightning are loaded when one of the names below is first used.
 
