@@ -275,7 +275,7 @@ def test_a_map_names_the_attentions_or_heads_that_there_are():
     model = build("transformer")
     with gsm.record() as seen:
         model(random_tokens(1, 20))
-    with pytest.raises(ValueError, match=r"head .* \[0, 3\].* got 9"):
+    with pytest.raises(ValueError, match=r"head .* \[0, 3\], got 9"):
         attention_map(model, seen, "decoder/1", head=9)
 
 

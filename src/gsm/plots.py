@@ -318,9 +318,8 @@ def lengths(
     handles, names = panels[-1].get_legend_handles_labels()
     made = panels[-1].figure.get_figure(root=True)
     lines = [name.splitlines() for name in names] or [[""]]
-    broad = 0.4 + 0.065 * max(
-        len(line) for name in lines for line in name
-    )  # inches of a legend entry: the sample of a line, and the text
+    # Inches of a legend entry: the sample of a line, and the text.
+    broad = 0.4 + 0.065 * max(len(line) for name in lines for line in name)
     rows = -(-len(lines) // max(1, int(made.get_figwidth() / broad)))
     columns = -(-len(lines) // rows)
     made.set_figheight(made.get_figheight() + 0.15 * (rows * max(map(len, lines)) - 1))  # room for more lines

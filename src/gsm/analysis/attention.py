@@ -60,7 +60,7 @@ def attention_parts(
     """
     weight_RHE, length = seen[f"{name}/weights"][sequence], seen["position"].shape[1]
     if head is not None and not 0 <= head < weight_RHE.shape[1]:
-        raise ValueError(f"head must be in [0, {weight_RHE.shape[1] - 1}], the heads of {name}, got {head}")
+        raise ValueError(f"head of {name} must be in [0, {weight_RHE.shape[1] - 1}], got {head}")
     weight_RE = weight_RHE.mean(dim=1) if head is None else weight_RHE[:, head]
     rows, chosen_BRK = weight_RE.shape[0], seen.get(f"{name}/top_k")
     near_RT, far_RT = weight_RE.new_zeros(2, rows, length)

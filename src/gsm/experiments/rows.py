@@ -54,6 +54,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +77,8 @@ FACTS = (
     *("corpus", "corpus_sha256", "optimizer", "learning_rate", "steps", "tokens", "parameters", "seconds"),
     *("device", "versions", "fingerprint.documents", "fingerprint.tokenizer"),
 )
-SETTINGS = (
-    "corpus_sha256",
-    "learning_rate",
-    "optimizer",
-    "steps",
-    "tokens",
-)  # facts in which the seeds of an arm are alike
+LENGTH = ("steps", "tokens")  # of training
+SETTINGS = ("corpus_sha256", "learning_rate", "optimizer", *LENGTH)  # facts in which the seeds of an arm are alike
 LOCAL = ("logs=", "jobs=", *(f"{key}=null" for key in SEVERAL))  # where a run lies, and who started it
 ABOVE = re.compile(r"^start_from=/.*/(?=logs/)")  # the machine's part of the path of a checkpoint
 BITS, SUMS = "/bits_per_byte", "/by_document"  # of an evaluation: its number, and nats and bytes of every document
@@ -233,8 +229,8 @@ def runs(path: Path, split: str = "validation", logs: Path | None = None) -> lis
             newest[key] = place, line
     known = []
     for (arm, seed), (place, line) in newest.items():
-        facts = SETTINGS[:-2] if line.get("reason") else SETTINGS  # a callback has ended it: its steps are a result
-        settings = {name: line[name] for name in facts if name in line}
+        result = LENGTH if line.get("reason") else ()  # a callback has ended it: its length is a result
+        settings = {name: line[name] for name in SETTINGS if name in line and name not in result}
         known.append(RunSummary(arm, int(seed), place, _nested(line), settings=settings))
     return [run for run in known if run.finished]
 
@@ -256,11 +252,8 @@ def tables(page: str, folder: Path = RESULTS, logs: Path | None = None) -> str:
 
     def replaced(match: re.Match[str]) -> str:
         kind, words = match["kind"], match["words"]
-        others = {"costs": costs, "yamls": yamls, "taps": names}
-        if kind in ("rows", "picture"):
-            made = table(words, folder, logs, alone=kind == "picture")
-        else:
-            made = measured(words, logs) if kind == "measured" else others[kind](words)
+        others = {"costs": costs, "measured": partial(measured, logs=logs), "yamls": yamls, "taps": names}
+        made = others[kind](words) if kind in others else table(words, folder, logs, alone=kind == "picture")
         return f"{match[1]}\n{made}\n\n<!-- end -->"
 
     return MARKED.sub(replaced, page)
@@ -398,10 +391,11 @@ def measured(words: str, logs: Path | None = None) -> str:
     if not parts:
         raise ConfigError(f"measured must name the first heading of a table of {name}, got {first}")
     head, _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in parts[0])
-    known = {line[0].split()[0]: line for line in lines if any(line[1:])}
+    lines = [line for line in lines if any(line[1:])]
+    known = {line[0].split()[0]: line for line in lines}
     if absent := [word for word in wanted if word not in known]:
         raise unknown("line", absent[0], known, name)
-    shown = [known[word] for word in wanted] or [line for line in lines if any(line[1:])]
+    shown = [known[word] for word in wanted] or lines
     filled = [i for i in range(len(head)) if any(line[i] for line in shown)]
     return grid_markdown([[line[i] for i in filled] for line in (head, *shown)])
 
