@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +15,17 @@ import pytest
 import torch
 from short_runs import NO_PICTURES
 from small import RATIO, W, build, random_tokens
+from test_train_cli import QUICK, arguments
 
 import gsm
+from gsm.analysis import needles
 from gsm.analysis.attention import attention_map, attention_of
+from gsm.config.compose import compose
 from gsm.layers.key_value import RangeAttention
 from gsm.models.gsm import GSM
 from gsm.notebook import (
     arms,
+    ask,
     compare_states,
     finished_runs,
     load,
@@ -30,8 +35,10 @@ from gsm.notebook import (
     show_state,
     show_states,
     trained,
+    words,
 )
 from gsm.paths import ROOT, TRAINED, variants
+from gsm.training.run import train
 
 WIDGETS = "application/vnd.jupyter.widget-state+json"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -51,6 +58,24 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path
     run_sync(manager.start_kernel)(env={**os.environ, "GSM_CACHE": str(cache), "OMP_NUM_THREADS": "1"})
     yield manager, cache
     run_sync(manager.shutdown_kernel)(now=True)
+
+
+def read(path: Path) -> Any:
+    """A notebook that begins without names, in its own folder."""
+    notebook = nbformat.read(path, as_version=4)
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(f"%reset -f\n__import__('os').chdir({str(path.parent)!r})"))
+    return notebook
+
+
+def with_own(path: Path, folder: Path) -> Any:
+    """A notebook whose commented line, for a model or an experiment of the reader's, is in force and opens a folder."""
+    notebook, found = read(path), 0
+    for cell in notebook.cells:
+        line = r'^# (.* = notebook\.(?:load|arms)\()".*"\)$'
+        cell.source, here = re.subn(line, lambda match: f"{match[1]}{str(folder)!r})", cell.source, flags=re.MULTILINE)
+        found += here
+    assert found == 1
+    return notebook
 
 
 def slide(client: Any, widget: str, index: int) -> list[str]:
@@ -96,8 +121,7 @@ def test_a_notebook_runs_and_draws(path: Path, kernel: tuple[Any, Path]):
     from nbclient import NotebookClient
 
     manager, cache = kernel
-    notebook = nbformat.read(path, as_version=4)
-    notebook.cells.insert(0, nbformat.v4.new_code_cell(f"%reset -f\n__import__('os').chdir({str(path.parent)!r})"))
+    notebook = read(path)
     client = NotebookClient(notebook, km=manager, timeout=None)
     client.execute()
     models = notebook.metadata.get("widgets", {}).get(WIDGETS, {}).get("state", {})
@@ -112,6 +136,50 @@ def test_a_notebook_runs_and_draws(path: Path, kernel: tuple[Any, Path]):
             shown = {kind for output in cell.outputs for kind in output.get("data", {})}
             chosen = "application/vnd.jupyter.widget-view+json" in shown  # the picture lies in what a slider has drawn
             assert "image/png" in (json.dumps(notebook.metadata.get("widgets", {})) if chosen else shown), cell.source
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["03_retrieval", pytest.param("02_what_a_state_holds", marks=pytest.mark.nightly)])
+def test_a_notebook_takes_a_model_of_another_task(name: str, kernel: tuple[Any, Path], tmp_path: Path):
+    from nbclient import NotebookClient
+
+    config = compose(["data=recall", "size=pico", "trainer=cpu", f"logs={tmp_path}", *BRIEF])
+    train(config)
+    notebook = with_own(ROOT / f"notebooks/{name}.ipynb", Path(config["folder"]))
+    notebook.cells.append(nbformat.v4.new_code_cell("print(type(data.task).__name__, words[questions.key_N[0]])"))
+    client = NotebookClient(notebook, km=kernel[0], timeout=None)
+    client.execute()
+    client.kc.stop_channels()
+    assert re.fullmatch(r"MultiQueryRecall K\d+\?\n", notebook.cells[-1].outputs[0].text)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_arms_that_were_trained_on_text_are_compared_on_text(kernel: tuple[Any, Path], tmp_path: Path):
+    """Every next token is a question, and the last picture has tokens on the axis of each arm with a state."""
+    from nbclient import NotebookClient
+
+    makes = {"shared": [], "separate": ["model/retriever=separate_indexer"], "baseline": ["model=baseline"]}
+    for arm, overrides in makes.items():
+        train(compose([*arguments(tmp_path), *QUICK, "model/residual=plain", f"arm={arm}", *overrides]))
+    model, data = arms(tmp_path / "logs/default")["shared"]
+    asked = ask(data, 2)
+    asked_BT = asked.target_BT[:, :-1] >= 0
+    assert asked_BT.any() and torch.equal(asked.target_BT[:, :-1][asked_BT], asked.token_BT[:, 1:][asked_BT])
+    assert words(data, asked.token_BT[0]) == words(model, asked.token_BT[0])
+    notebook = with_own(ROOT / "notebooks/10_inside_an_experiment.ipynb", tmp_path / "logs/default")
+    shown = "{axes.get_title(): [tick.get_text() for tick in axes.get_xticklabels()] for axes in figure.axes}"
+    again = "figure = notebook.show_beside(draws, grid=False)"
+    facts = f"print(__import__('json').dumps([list(models), words, {shown}]))"
+    notebook.cells.append(nbformat.v4.new_code_cell(f"{again}\n{facts}"))
+    client = NotebookClient(notebook, km=kernel[0], timeout=None)
+    client.execute()
+    client.kc.stop_channels()
+    read_by, written, ticks = json.loads(notebook.cells[-1].outputs[0].text)
+    assert set(read_by) == set(makes) and {"t", "e", "·"} <= set(written)
+    for arm in ("shared", "separate"):
+        assert len(ticks[arm]) > 1 and set(ticks[arm]) <= {*written, "sink"}
 
 
 @pytest.mark.slow
@@ -154,6 +222,13 @@ def test_the_arms_of_an_experiment_are_loaded_in_its_order_with_the_seed_asked_f
     assert list(arms(tmp_path, seed=0)) == ["first"]
     with pytest.raises(FileNotFoundError, match="^seed .* got 7$"):
         arms(tmp_path, seed=7)
+
+
+def test_the_questions_of_a_run_are_those_of_its_task():
+    _, data = trained("gsm")
+    asked, questions = ask(data, 3), needles.ask(data.task, data.context, 3)
+    assert torch.equal(asked.token_BT, questions.token_BT) and torch.equal(asked.target_BT, questions.target_BT)
+    assert words(data, asked.token_BT[0]) == words(data.task, asked.token_BT[0])
 
 
 def test_states_are_compared_by_length_rank_and_shares():

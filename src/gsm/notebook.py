@@ -6,6 +6,7 @@ Install matplotlib and Jupyter with ``pip install -c constraints.txt -e '.[noteb
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,15 +16,17 @@ from torch import Tensor
 from gsm import paths, plots
 from gsm.analysis import figures, views
 from gsm.analysis.attention import attention_map, decoder_attention, decoder_layers, entries_back
+from gsm.analysis.needles import Asked
 from gsm.analysis.rollout import Routes
 from gsm.analysis.state import state_facts
 from gsm.config.compose import compose, quoted
-from gsm.config.load import build_model, instantiate, load_model, load_tokenizer, vetted_node
+from gsm.config.load import build_model, load_model, load_tokenizer
 from gsm.config.stored import is_finished, read_checkpoint, started
 from gsm.costs.model import Cost, Parts, cost
+from gsm.data.base import DataModule
 from gsm.data.cache import cache_folder
 from gsm.data.recall import Task
-from gsm.data.synthetic import SyntheticData
+from gsm.evaluation.held_out import open_data, with_targets
 from gsm.experiments.runs import Experiment
 from gsm.experiments.table import RunSummary, list_trial, read_runs
 from gsm.explorer.words import questions_of, tokens
@@ -41,8 +44,8 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 7.3, 3.0  # size of a page-wide picture, in inches
 
 
-def trained(arm: str = "gsm", *overrides: str) -> tuple[LanguageModel, SyntheticData]:
-    """Return a trained model of ``experiment=_notebook`` with its task.
+def trained(arm: str = "gsm", *overrides: str) -> tuple[LanguageModel, DataModule]:
+    """Return a trained model of ``experiment=_notebook`` with its data, as ``load`` does.
 
     Without overrides it is the packaged model, if there is one for the arm. Otherwise the first call trains it, which
     takes a few minutes, and later calls load it from the cache (``GSM_CACHE``).
@@ -73,25 +76,33 @@ def trained(arm: str = "gsm", *overrides: str) -> tuple[LanguageModel, Synthetic
     return load(runs[-1].find_folder())
 
 
-def load(folder: str | Path) -> tuple[LanguageModel, SyntheticData]:
-    """Load a model that was trained on a synthetic task.
+def load(folder: str | Path) -> tuple[LanguageModel, DataModule]:
+    """Load a trained model and its data.
 
     Args:
         folder: the folder of a run, such as ``logs/<name>/<arm>-seed<k>``, or another checkpoint.
 
     Returns:
-        The model, in evaluation mode, and its data, with the task in ``data.task``.
+        The model, in evaluation mode, and its data, with held-out sequences (``ask``); a synthetic task is in
+        ``data.task``.
 
     Raises:
-        ValueError: the model was trained on text.
         FileNotFoundError, CheckpointError: as in ``load_model``.
+        ConfigError: the data cannot be opened, for example because the text is no longer there.
     """
-    model, data = load_model(folder), vetted_node(read_checkpoint(folder, weights=False), "data", folder)
-    if "task" not in data:
-        raise ValueError(
-            f"folder must be of a run on a synthetic task, such as data=needle, got {folder}, which was trained on text"
-        )
-    return model, instantiate(data, "data")
+    return load_model(folder), open_data(read_checkpoint(folder, weights=False))
+
+
+def ask(data: DataModule, sequences: int = 16) -> Asked:
+    """Return held-out sequences with what is asked in them: the answers of a task, or every next token of a text.
+
+    Args:
+        data: the data of a run, as ``load`` returns them.
+        sequences: number of sequences, the first ones of validation. Analyses read each as one document.
+    """
+    rows = [with_targets(row) for row in islice(data.validation(), sequences)]
+    token_BT, target_BT = (torch.stack([row[name] for row in rows]) for name in ("tokens", "targets"))
+    return Asked(token_BT, target_BT)
 
 
 def finished_runs(folder: str | Path | None = None) -> list[RunSummary]:
@@ -142,28 +153,28 @@ def text(checkpoint: str | Path, source: str, tokens: int) -> Tensor:
     return torch.tensor(load_tokenizer(checkpoint).encode(source)[:tokens])
 
 
-def words(named: LanguageModel | Task | None, source: str | Tensor) -> list[str]:
+def words(named: LanguageModel | DataModule | Task | None, source: str | Tensor) -> list[str]:
     """Return the texts of tokens for the axes of pictures: ``the``, ``K8``, ``V3``.
 
     A key that is asked about is ``K8?``. Spaces and line breaks become visible signs.
 
     Args:
-        named: a model with a tokenizer, or ``data.task`` of a synthetic run; None: the tokens become plain numbers.
+        named: a model with a tokenizer, the data of a run, or a synthetic task; None: the tokens become plain numbers.
         source: a text, or tokens, int64 [T].
 
     Raises:
         ValueError: ``source`` is a text, and there is no tokenizer.
     """
-    task = None if isinstance(named, LanguageModel) else named
-    asked = {question.key for question in questions_of(task, source)} if isinstance(source, Tensor) else set()
+    namer: Any = getattr(named, "task", named.tokenizer) if isinstance(named, DataModule) else named
+    asked = {question.key for question in questions_of(namer, source)} if isinstance(source, Tensor) else set()
     signs = str.maketrans({"\n": "↵", " ": "·", "\t": "→", "$": r"\$"})  # matplotlib reads formulas between dollars
     signs |= dict.fromkeys(range(0x2400, 0x2440), "�")  # missing in matplotlib's font
-    written = [word.translate(signs) for word in tokens(named, source)]
+    written = [word.translate(signs) for word in tokens(namer, source)]
     return [word + "?" if place in asked else word for place, word in enumerate(written)]
 
 
-def arms(folder: str | Path, seed: int | None = None) -> dict[str, tuple[LanguageModel, SyntheticData]]:
-    """Load a model of each arm of an experiment on a synthetic task, with its task, as ``load`` does.
+def arms(folder: str | Path, seed: int | None = None) -> dict[str, tuple[LanguageModel, DataModule]]:
+    """Load a model of each arm of an experiment with its data, as ``load`` does.
 
     Args:
         folder: ``logs/<name>``.
@@ -171,7 +182,6 @@ def arms(folder: str | Path, seed: int | None = None) -> dict[str, tuple[Languag
 
     Raises:
         FileNotFoundError: no run has finished, or none with this seed.
-        ValueError: the models were trained on text.
     """
     runs = {run.arm: run for run in reversed(finished_runs(folder)) if seed in (None, run.seed)}
     if not runs:

@@ -381,9 +381,11 @@ def tests(axes: Axes, by_name: Mapping[str, NeedleTest], chance: float | None = 
     accuracies(axes, groups, chance)
 
 
-def accuracies(axes: Axes, groups: Mapping[str, Mapping[str, Answers]], chance: float | None = None) -> None:
+def accuracies(
+    axes: Axes, groups: Mapping[str, Mapping[str, Answers]], chance: float | None = None, control: str = "chance"
+) -> None:
     """Draw the fraction answered: a group of bars for each name, with a bar for each intervention, and a line at
-    ``chance``. All groups must have the same interventions."""
+    ``chance``, labelled ``control``. All groups must have the same interventions."""
     labels = list(next(iter(groups.values())))
     width = 0.8 / len(labels)
     for number, label in enumerate(labels):
@@ -393,7 +395,7 @@ def accuracies(axes: Axes, groups: Mapping[str, Mapping[str, Answers]], chance: 
         for place, value in zip(places, values, strict=True):
             axes.text(place, value + 0.01, f"{value:.2f}", ha="center", va="bottom", fontsize=SMALL)
     if chance is not None:
-        axes.axhline(chance, color="#888888", linewidth=1, label="chance")
+        axes.axhline(chance, color="#888888", linewidth=1, label=control)
     counts = {len(answers.right_N) for group in groups.values() for answers in group.values()}
     axes.set_xticks(range(len(groups)), list(groups))
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1])

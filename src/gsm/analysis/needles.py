@@ -30,19 +30,34 @@ Removal = Literal["entries", "retrieved", "slots"]
 
 
 @dataclass(frozen=True)
-class Questions:
-    """Questions about needles, ordered by sequence and then by position.
+class Asked:
+    """Sequences, and the tokens that a model should predict in them: the answers of a task, or any text.
 
     Attributes:
         token_BT, target_BT: int64, the sequences, and the answers at the positions that predict them; -100 elsewhere.
+    """
+
+    token_BT: Tensor
+    target_BT: Tensor
+
+    @property
+    def commonest(self) -> float:
+        """The fraction of answers that are the commonest one: the accuracy of a model that always gives it."""
+        answer_N = self.target_BT[self.target_BT != IGNORED]
+        return float((answer_N == answer_N.mode().values).float().mean())
+
+
+@dataclass(frozen=True)
+class Questions(Asked):
+    """Questions about needles, ordered by sequence and then by position.
+
+    Attributes:
         sequence_N: int64, the sequence of each question.
         key_N: int64, the position of the key in the question.
         row_N: int64, the position at which the model answers, ``task.wait`` tokens later.
         needle_N: int64, the position of the key in the needle; the value is the next token.
     """
 
-    token_BT: Tensor
-    target_BT: Tensor
     sequence_N: Tensor
     key_N: Tensor
     row_N: Tensor
@@ -190,13 +205,13 @@ def needle_test(
     return NeedleTest(_answers_by_batch(model, separate), without_attributed, without_others, places)
 
 
-def stage_test(model: GSM, questions: Questions) -> dict[str, Answers]:
+def stage_test(model: GSM, asked: Asked) -> dict[str, Answers]:
     """Return the answers of the whole model, without each stage, and without all stages, by name."""
-    by_removal = {"nothing removed": _answers_by_batch(model, questions)}
+    by_removal = {"nothing removed": _answers_by_batch(model, asked)}
     for part, without in ablations(model).items():
         if part != "state":
             with without():
-                by_removal[part] = _answers_by_batch(model, questions)
+                by_removal[part] = _answers_by_batch(model, asked)
     return by_removal
 
 
@@ -275,15 +290,15 @@ def _draw_places(score_T: Tensor, count: int, generator: torch.Generator) -> tup
 
 def _answers_by_batch(
     model: LanguageModel,
-    questions: Questions,
+    asked: Asked,
     intervention: Callable[[slice], AbstractContextManager[None]] | None = None,
 ) -> Answers:
     """Return the answers, batch by batch; ``intervention`` maps the slice of a batch to the context for its call."""
-    step, batches = max(1, AT_ONCE // questions.token_BT.shape[1]), []
-    for first in range(0, len(questions.token_BT), step):
+    step, batches = max(1, AT_ONCE // asked.token_BT.shape[1]), []
+    for first in range(0, len(asked.token_BT), step):
         batch = slice(first, first + step)
         with intervention(batch) if intervention else nullcontext():
-            batches.append(answers(model, questions.token_BT[batch], questions.target_BT[batch]))
+            batches.append(answers(model, asked.token_BT[batch], asked.target_BT[batch]))
     return Answers(
         torch.cat([batch.log_probability_N for batch in batches]), torch.cat([batch.right_N for batch in batches])
     )

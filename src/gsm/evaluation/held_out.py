@@ -296,8 +296,8 @@ def _sequences(
             indices = validation_indices(len(text.validation_set), text.validation_sequences)
         loader = text.val_dataloader()
         if isinstance(loader, Batches):  # they are counted before any is made
-            return lambda: map(_with_targets, text.validation()), sum(map(len, loader.plan())), indices
-        rows = [_with_targets(row) for row in text.validation()]
+            return lambda: map(with_targets, text.validation()), sum(map(len, loader.plan())), indices
+        rows = [with_targets(row) for row in text.validation()]
         return lambda: rows, len(rows), indices
     if not hasattr(text, "train_set"):
         raise ConfigError("split must be validation, as these sequences are synthetic, got train")
@@ -305,7 +305,7 @@ def _sequences(
     return lambda: text.train_set.each(indices), len(indices), indices
 
 
-def _with_targets(row: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def with_targets(row: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return a sequence with the parts that a data module of the user's may leave out: one document, and the next
     tokens as targets."""
     if {"targets", "documents"} <= row.keys():
