@@ -380,7 +380,7 @@ def test_a_curve_is_the_mean_of_what_all_seeds_have_in_a_band(float64: None):
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "loss")
 
 
-@pytest.mark.parametrize("values", [(0.12, 700.0), (3.1, 4.9), (2.05, 2.06), (21.0, 24.0), (1.5, 3.0)])
+@pytest.mark.parametrize("values", [(0.12, 700.0), (3.1, 4.9), (2.05, 2.06), (21.0, 24.0), (1.5, 3.0), (95.0, 102.4)])
 def test_a_logarithmic_axis_has_numbers_also_below_a_decade(values: tuple[float, float]):
     pytest.importorskip("matplotlib")
     figure = plots.quantities({"seconds": {"a": [dict(zip((96, 384), values, strict=True))]}})

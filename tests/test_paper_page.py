@@ -120,7 +120,7 @@ def test_the_page_takes_the_runs_that_make_paper_leaves(tmp_path: Path):
     for arm, seed in (("direct", 0), ("direct", 9), ("steps", 0), ("steps", 9)):
         write_trial(tmp_path / "logs/chain", arm, seed, train={"train_seconds": 9.0}, length={"metrics": measured})
     made = rows.tables(PAGE.read_text(), logs=tmp_path / "logs")
-    assert re.search(r"\| steps \| 2 \| 0\.5000 \+- 0\.0000 \|.*", made), (
+    assert re.search(r"\| GSM, step by step \| 2 \| 0\.5000 \+- 0\.0000 \|.*", made), (
         "the committed row of seed 0 has another value"
     )
     (line,) = re.findall(r"^Rows: `results/chain.csv` and `logs/chain`.*", made, re.MULTILINE)

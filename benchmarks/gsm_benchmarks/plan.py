@@ -291,7 +291,7 @@ def run(
     chosen = models.read(models.ALL)
     costs = {model.name: known_cost(model, size) for model in chosen}
     sections = (
-        "# Computed: a token at any length, and memory of large runs",
+        "# Large runs, computed",
         "Look up how many GPUs a run needs, and what a token costs. **Every number is computed, not measured**, by "
         f"`{shlex.join(['python', *sys.argv])}`; "
         "`benchmarks/gsm_benchmarks/plan.py` has the formulas, `configs/benchmark/plan.yaml` the assumptions: "

@@ -421,12 +421,17 @@ def against(axes: Axes, arms: Mapping[str, tuple[Sequence[float], Sequence[float
 def plain_numbers(axis: Axis) -> None:
     """Label a logarithmic axis with full numbers (20,000) at 1, 2 and 5 of every decade; over three decades, at 1.
 
-    If at most one of these is in view, matplotlib uses evenly spaced ticks.
+    Where at most one of these is in view, ticks are evenly spaced. Call it after drawing.
     """
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import AutoLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     low, high = axis.get_view_interval()
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 1000 * low else (1.0,)))
+    decades = LogLocator(subs=(1.0, 2.0, 5.0) if high < 1000 * low else (1.0,))
+    if sum(low <= tick <= high for tick in decades.tick_values(low, high)) > 1:
+        axis.set_major_locator(decades)
+    else:
+        axis.set_major_locator(AutoLocator())
+        axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axis.set_minor_formatter(NullFormatter())
 
