@@ -36,33 +36,53 @@ def test_the_parts_of_an_output_sum_to_it_and_the_lens_ends_at_the_logits(case: 
 
 @torch.no_grad()
 @pytest.mark.parametrize("streams", ["plain", "mhc"])
-@pytest.mark.parametrize("case", [*variants("model"), "gsm-writer=multi_slot"])
+@pytest.mark.parametrize("case", [*variants("model"), "gsm-writer=multi_slot", "gsm-encoder_layer=recurrent"])
 def test_heads_and_entries_of_the_state_sum_to_what_an_attention_adds(case: str, streams: str):
     model, token_T = build(case, residual=variant("residual", streams)), random_tokens(1, 20)[0]
     found = attribute(model, token_T, 3, 5)
     with gsm.record("hidden", "*/stream/between") as seen:
         model(token_T[None])
     of_attention = []
-    for layer in found.layers:
+    layers = [layer for layer in found.layers if not layer.startswith("stage/")]
+    for layer in layers:
         with gsm.patch(f"{layer}/attention", torch.zeros_like), gsm.record(f"{layer}/stream/between") as without:
             model(token_T[None])
         added_1D = seen[f"{layer}/stream/between"][:, -1] - without[f"{layer}/stream/between"][:, -1]
         of_attention.append(to_logit(model, added_1D, seen["hidden"][0, -1], 3, 5)[0])
     of_attention_L = torch.stack(of_attention)
     if streams == "plain":
-        of_parts_L = torch.tensor([found.by_part[f"{layer}/attention"] for layer in found.layers]).double()
+        of_parts_L = torch.tensor([found.by_part[f"{layer}/attention"] for layer in layers]).double()
         assert torch.allclose(of_attention_L, of_parts_L, atol=1e-6)
-    assert len(of_attention_L) >= GEOMETRY.decoder_layers and of_attention_L.abs().min() > 1e-6
+    assert len(of_attention_L) == GEOMETRY.depth and of_attention_L.abs().min() > 1e-6
     assert found.by_head_LH.shape[1] > 1
-    assert torch.allclose(found.by_head_LH.sum(dim=1), of_attention_L, atol=1e-6)
+    by_layer = dict(zip(found.layers, found.by_head_LH.sum(dim=1), strict=True))
+    assert torch.allclose(torch.stack([by_layer[layer] for layer in layers]), of_attention_L, atol=1e-6)
     if isinstance(model, GSM):
         assert found.by_entry_LE is not None
         assert found.by_entry_LE.shape == (GEOMETRY.decoder_layers, model.state_size + 1)
-        assert torch.allclose(found.by_entry_LE.sum(dim=1), of_attention_L, atol=1e-6)
+        assert list(found.readers) == layers[-GEOMETRY.decoder_layers :]
+        assert torch.allclose(found.by_entry_LE.sum(dim=1), of_attention_L[-GEOMETRY.decoder_layers :], atol=1e-6)
         assert found.by_entry_LE[:, -1].abs().max() < 1e-12, "a sink has no entry"
     else:
         assert found.by_entry_LE is None
     assert sum(found.by_part.values()) == pytest.approx(found.total, abs=1e-5)
+
+
+@pytest.mark.parametrize("case", ["gsm", *(f"gsm-writer={writer}" for writer in variants("model/writer"))])
+def test_heads_of_a_stage_sum_to_what_it_adds(case: str):
+    model, token_T = build(case), random_tokens(1, 20)[0]
+    found = attribute(model, token_T, 3, 5)
+    by_layer = dict(zip(found.layers, found.by_head_LH.sum(dim=1).tolist(), strict=True))
+    by_stage = {name: by_layer[name] for name in ("stage/1", "stage/2")}
+    assert by_stage == pytest.approx({name: found.by_part[name] for name in by_stage}, abs=1e-6)
+    assert list(by_layer)[4:6] == list(by_stage), "between encoder and decoder"
+    if case != "gsm-writer=encoder_only":
+        assert min(map(abs, by_stage.values())) > 1e-6
+
+
+def test_stages_add_nothing_to_a_decoder_that_starts_from_the_encoder():
+    found = attribute(build("gsm-decoder_start=streams"), random_tokens(1, 20)[0], 3)
+    assert not [name for name in found.layers if name.startswith("stage/")]
 
 
 @pytest.mark.parametrize("case", ["gsm-residual=plain", "gsm-writer=multi_slot", "transformer"])
