@@ -10,7 +10,7 @@ import gsm
 from gsm.analysis import figures
 from gsm.analysis.attention import decoder_heads
 from gsm.analysis.lens import TAPS, Lens, attribute, logit_lens, parts_of_output, to_logit
-from gsm.analysis.patching import layers, margins, prompt_pair, sweep
+from gsm.analysis.patching import attentions, layers, margins, prompt_pair, sweep
 from gsm.analysis.state import cosines, latents
 from gsm.models.gsm import GSM
 from gsm.notebook import show_one
@@ -102,6 +102,38 @@ def test_a_sweep_begins_at_the_changed_token_and_ends_at_the_answer(case: str):
         assert float(entries.abs().max()) > 1e-6, "entries behind the changed token are read by the answer"
 
 
+@pytest.mark.parametrize("case", ["gsm-residual=plain", "gsm-writer=multi_slot", "transformer"])
+def test_a_swept_head_is_one_head_of_one_layer(case: str):
+    model, clean_T = build(case), random_tokens(1, 20)[0]
+    corrupted_T = clean_T.clone()
+    corrupted_T[15] = (clean_T[15] + 1) % model.vocabulary
+    pair, taps = prompt_pair(clean_T, corrupted_T, 3, 5), attentions(model)
+    stages = ["stage/1", "stage/2"] if isinstance(model, GSM) else []
+    assert [name for name in taps if name.startswith("stage/")] == stages
+    share_SH, whole_S = sweep(model, pair, taps, heads=range(4)), sweep(model, pair, taps)
+    assert share_SH.shape == (GEOMETRY.depth + len(stages), 4) and float(share_SH.abs().min()) > 1e-9
+    added = [
+        name.replace("/heads", "/increment" if name.startswith("stage/") else "/attention") for name in taps.values()
+    ]
+    assert torch.allclose(whole_S, sweep(model, pair, dict(zip(taps, added, strict=True)))), "all heads are the control"
+    with gsm.record(taps[(name := list(taps)[2])]) as seen, torch.no_grad():
+        model(clean_T[None])
+
+    def put(x_BRHC: torch.Tensor) -> torch.Tensor:
+        x_BRHC[:, :, 1] = seen[taps[name]][:, :, 1]
+        return x_BRHC
+
+    with gsm.patch(taps[name], put), torch.no_grad():
+        log_V = model(corrupted_T[None]).logits[0, -1].log_softmax(-1)
+    clean, base = margins(model, pair)
+    assert float(share_SH[2, 1]) == pytest.approx(float((log_V[3] - log_V[5] - base) / (clean - base)), abs=1e-9)
+    share_SPH = sweep(model, pair, taps, [14, 15, 19], [0, 1, 2, 3])
+    assert share_SPH.shape == (len(taps), 3, 4)
+    assert share_SPH[:, 0].abs().max() < 1e-9, "nothing differs before the changed token"
+    assert share_SPH[:, 1:].abs().amax() > 1e-6
+    assert torch.allclose(share_SPH[-1, 2], share_SH[-1]), "the last layer is read by its own row alone"
+
+
 @pytest.mark.parametrize("columns", [figures.LETTERED, figures.LETTERED + 1])
 def test_cells_have_letters_where_they_fit(columns: int):
     pytest.importorskip("matplotlib")
@@ -119,8 +151,11 @@ def test_refusals_of_a_sweep():
         prompt_pair(token_T, token_T, 3, 5)
     pair = prompt_pair(token_T, (token_T + 1) % model.vocabulary, 3, 5)
     assert margins(model, pair)[0] != margins(model, pair)[1]
-    with pytest.raises(ValueError, match=r"^taps .* 20 tokens, got encoder/2/latent"):
+    with pytest.raises(ValueError, match=r"^taps .* 20 .* got encoder/2/latent"):
         sweep(model, pair, {"bank": "encoder/2/latent"}, [3])
+    for tap, head in (("encoder/2/stream", 0), ("encoder/2/heads", 4), ("encoder/2/heads", -1)):
+        with pytest.raises(ValueError, match=f"^taps .* got {tap}"):
+            sweep(model, pair, {"one": tap}, heads=[head])
 
 
 def test_heads_of_one_row_and_their_mean_and_cosines_of_entries():
