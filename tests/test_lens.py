@@ -10,7 +10,7 @@ import gsm
 from gsm.analysis import figures
 from gsm.analysis.attention import decoder_heads
 from gsm.analysis.lens import TAPS, Lens, attribute, logit_lens, parts_of_output, to_logit
-from gsm.analysis.patching import layers, margins, prompt_pair, sweep
+from gsm.analysis.patching import attentions, layers, margins, prompt_pair, sweep
 from gsm.analysis.state import cosines, latents
 from gsm.models.gsm import GSM
 from gsm.notebook import show_one
@@ -36,33 +36,53 @@ def test_the_parts_of_an_output_sum_to_it_and_the_lens_ends_at_the_logits(case: 
 
 @torch.no_grad()
 @pytest.mark.parametrize("streams", ["plain", "mhc"])
-@pytest.mark.parametrize("case", [*variants("model"), "gsm-writer=multi_slot"])
+@pytest.mark.parametrize("case", [*variants("model"), "gsm-writer=multi_slot", "gsm-encoder_layer=recurrent"])
 def test_heads_and_entries_of_the_state_sum_to_what_an_attention_adds(case: str, streams: str):
     model, token_T = build(case, residual=variant("residual", streams)), random_tokens(1, 20)[0]
     found = attribute(model, token_T, 3, 5)
     with gsm.record("hidden", "*/stream/between") as seen:
         model(token_T[None])
     of_attention = []
-    for layer in found.layers:
+    layers = [layer for layer in found.layers if not layer.startswith("stage/")]
+    for layer in layers:
         with gsm.patch(f"{layer}/attention", torch.zeros_like), gsm.record(f"{layer}/stream/between") as without:
             model(token_T[None])
         added_1D = seen[f"{layer}/stream/between"][:, -1] - without[f"{layer}/stream/between"][:, -1]
         of_attention.append(to_logit(model, added_1D, seen["hidden"][0, -1], 3, 5)[0])
     of_attention_L = torch.stack(of_attention)
     if streams == "plain":
-        of_parts_L = torch.tensor([found.by_part[f"{layer}/attention"] for layer in found.layers]).double()
+        of_parts_L = torch.tensor([found.by_part[f"{layer}/attention"] for layer in layers]).double()
         assert torch.allclose(of_attention_L, of_parts_L, atol=1e-6)
-    assert len(of_attention_L) >= GEOMETRY.decoder_layers and of_attention_L.abs().min() > 1e-6
+    assert len(of_attention_L) == GEOMETRY.depth and of_attention_L.abs().min() > 1e-6
     assert found.by_head_LH.shape[1] > 1
-    assert torch.allclose(found.by_head_LH.sum(dim=1), of_attention_L, atol=1e-6)
+    by_layer = dict(zip(found.layers, found.by_head_LH.sum(dim=1), strict=True))
+    assert torch.allclose(torch.stack([by_layer[layer] for layer in layers]), of_attention_L, atol=1e-6)
     if isinstance(model, GSM):
         assert found.by_entry_LE is not None
         assert found.by_entry_LE.shape == (GEOMETRY.decoder_layers, model.state_size + 1)
-        assert torch.allclose(found.by_entry_LE.sum(dim=1), of_attention_L, atol=1e-6)
+        assert list(found.readers) == layers[-GEOMETRY.decoder_layers :]
+        assert torch.allclose(found.by_entry_LE.sum(dim=1), of_attention_L[-GEOMETRY.decoder_layers :], atol=1e-6)
         assert found.by_entry_LE[:, -1].abs().max() < 1e-12, "a sink has no entry"
     else:
         assert found.by_entry_LE is None
     assert sum(found.by_part.values()) == pytest.approx(found.total, abs=1e-5)
+
+
+@pytest.mark.parametrize("case", ["gsm", *(f"gsm-writer={writer}" for writer in variants("model/writer"))])
+def test_heads_of_a_stage_sum_to_what_it_adds(case: str):
+    model, token_T = build(case), random_tokens(1, 20)[0]
+    found = attribute(model, token_T, 3, 5)
+    by_layer = dict(zip(found.layers, found.by_head_LH.sum(dim=1).tolist(), strict=True))
+    by_stage = {name: by_layer[name] for name in ("stage/1", "stage/2")}
+    assert by_stage == pytest.approx({name: found.by_part[name] for name in by_stage}, abs=1e-6)
+    assert list(by_layer)[4:6] == list(by_stage), "between encoder and decoder"
+    if case != "gsm-writer=encoder_only":
+        assert min(map(abs, by_stage.values())) > 1e-6
+
+
+def test_stages_add_nothing_to_a_decoder_that_starts_from_the_encoder():
+    found = attribute(build("gsm-decoder_start=streams"), random_tokens(1, 20)[0], 3)
+    assert not [name for name in found.layers if name.startswith("stage/")]
 
 
 @pytest.mark.parametrize("case", ["gsm-residual=plain", "gsm-writer=multi_slot", "transformer"])
@@ -82,6 +102,38 @@ def test_a_sweep_begins_at_the_changed_token_and_ends_at_the_answer(case: str):
         assert float(entries.abs().max()) > 1e-6, "entries behind the changed token are read by the answer"
 
 
+@pytest.mark.parametrize("case", ["gsm-residual=plain", "gsm-writer=multi_slot", "transformer"])
+def test_a_swept_head_is_one_head_of_one_layer(case: str):
+    model, clean_T = build(case), random_tokens(1, 20)[0]
+    corrupted_T = clean_T.clone()
+    corrupted_T[15] = (clean_T[15] + 1) % model.vocabulary
+    pair, taps = prompt_pair(clean_T, corrupted_T, 3, 5), attentions(model)
+    stages = ["stage/1", "stage/2"] if isinstance(model, GSM) else []
+    assert [name for name in taps if name.startswith("stage/")] == stages
+    share_SH, whole_S = sweep(model, pair, taps, heads=range(4)), sweep(model, pair, taps)
+    assert share_SH.shape == (GEOMETRY.depth + len(stages), 4) and float(share_SH.abs().min()) > 1e-9
+    added = [
+        name.replace("/heads", "/increment" if name.startswith("stage/") else "/attention") for name in taps.values()
+    ]
+    assert torch.allclose(whole_S, sweep(model, pair, dict(zip(taps, added, strict=True)))), "all heads are the control"
+    with gsm.record(taps[(name := list(taps)[2])]) as seen, torch.no_grad():
+        model(clean_T[None])
+
+    def put(x_BRHC: torch.Tensor) -> torch.Tensor:
+        x_BRHC[:, :, 1] = seen[taps[name]][:, :, 1]
+        return x_BRHC
+
+    with gsm.patch(taps[name], put), torch.no_grad():
+        log_V = model(corrupted_T[None]).logits[0, -1].log_softmax(-1)
+    clean, base = margins(model, pair)
+    assert float(share_SH[2, 1]) == pytest.approx(float((log_V[3] - log_V[5] - base) / (clean - base)), abs=1e-9)
+    share_SPH = sweep(model, pair, taps, [14, 15, 19], [0, 1, 2, 3])
+    assert share_SPH.shape == (len(taps), 3, 4)
+    assert share_SPH[:, 0].abs().max() < 1e-9, "nothing differs before the changed token"
+    assert share_SPH[:, 1:].abs().amax() > 1e-6
+    assert torch.allclose(share_SPH[-1, 2], share_SH[-1]), "the last layer is read by its own row alone"
+
+
 @pytest.mark.parametrize("columns", [figures.LETTERED, figures.LETTERED + 1])
 def test_cells_have_letters_where_they_fit(columns: int):
     pytest.importorskip("matplotlib")
@@ -99,8 +151,11 @@ def test_refusals_of_a_sweep():
         prompt_pair(token_T, token_T, 3, 5)
     pair = prompt_pair(token_T, (token_T + 1) % model.vocabulary, 3, 5)
     assert margins(model, pair)[0] != margins(model, pair)[1]
-    with pytest.raises(ValueError, match=r"^taps .* 20 tokens, got encoder/2/latent"):
+    with pytest.raises(ValueError, match=r"^taps .* 20 .* got encoder/2/latent"):
         sweep(model, pair, {"bank": "encoder/2/latent"}, [3])
+    for tap, head in (("encoder/2/stream", 0), ("encoder/2/heads", 4), ("encoder/2/heads", -1)):
+        with pytest.raises(ValueError, match=f"^taps .* got {tap}"):
+            sweep(model, pair, {"one": tap}, heads=[head])
 
 
 def test_heads_of_one_row_and_their_mean_and_cosines_of_entries():

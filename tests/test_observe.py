@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from small import SHALLOW, build, cases
 from torch import Tensor, nn
 
 import gsm
 from gsm.layers.block import Block
+from gsm.models.gsm import GSM
 from gsm.observe import observed, tap
 from gsm.paths import variants
+from gsm.slots.retriever.window_only import WindowOnly
+from gsm.slots.state_reader.base import StateAttention
 
 
 class Tapped(nn.Module):
@@ -111,6 +116,37 @@ def test_every_layer_of_every_model_has_names_for_all_that_passes_it(name: str) 
         heads, queries = (listed[f"{layer.name}/{what}"][0] for what in ("heads", "query"))
         assert heads[:2] == queries[:2] == (batch, rows) and heads[2] == queries[2]
     assert repr(listed).count("\n") == len(listed) - 1
+
+
+def documented() -> set[str]:
+    """The names in the tables of the module's docstring, without numbers."""
+    tables = re.findall(r"^ {4}(\S+(?:, \S+)*)(?: {2,}|$)", gsm.observe.__doc__ or "", re.MULTILINE)
+    return {re.sub("<n>", "", name) for names in tables for name in names.split(", ")}
+
+
+@pytest.mark.parametrize("case", cases())
+def test_the_table_of_names_has_every_tap_and_every_part_has_taps_for_what_it_reads(case: str) -> None:
+    model = build(case, geometry=SHALLOW)
+    listed, known = gsm.taps(model), documented()
+    for name in listed:
+        word = re.sub(r"^((encoder|decoder|stage)/\d+/)|(?<=group)\d+$", "", name)
+        branch = word != name and word.partition("/")[2] in known  # as of NSA
+        assert word in known or branch, f"{name} is not in the docstring of gsm.observe"
+
+    def of(part: str) -> set[str]:
+        return {name.removeprefix(f"{part}/").rpartition("/")[2] for name in listed if name.startswith(f"{part}/")}
+
+    for layer in (part for part in model.modules() if isinstance(part, Block)):
+        if isinstance(layer.attention, StateAttention):
+            assert "weights" in of(layer.name)
+        else:
+            assert of(layer.name) >= {"window", "weights"} or of(layer.name) >= {"key", "value"}
+            assert of(layer.name) & {"weights", "state"}
+    if isinstance(model, GSM):
+        assert of("state") >= {"e", "z", *(part.name for part in model.writer.parts)}
+        for stage in model.aggregation:
+            selected = set() if isinstance(stage.retriever, WindowOnly) else {"top_k"}
+            assert of(stage.name) == {"query", "weights", "heads", "increment"} | selected
 
 
 def test_a_recording_prints_as_one_line() -> None:

@@ -222,14 +222,30 @@ def test_what_the_state_is_made_of_sums_to_one_without_padding():
     assert shares(build("gsm-stages=none"), seen) == {}
 
 
-def test_weights_have_one_scale_in_all_pictures_and_none_is_grey():
-    _, (left, right) = plots.figure(2)
-    for axes, most in ((left, 0.01), (right, 1.0)):
-        figures.state_read(axes, torch.tensor([[0.0, most, most / 2, 1e-9]]), torch.arange(2, -1, -1), [5], "layer")
-    images = [axes.images[0] for axes in (left, right)]
-    assert [(image.norm.vmin, image.norm.vmax) for image in images] == [(1e-3, 1)] * 2
-    for image in images:
-        assert image.get_array().mask.tolist() == [[True, False, False, False]], "nothing there, and too little to tell"
+def test_selections_have_one_scale_in_all_pictures_and_what_is_read_one_up_to_the_largest():
+    for most in (0.01, 1.0):
+        _, (selected, read) = plots.figure(2)
+        weight_YE = torch.tensor([[0.0, most, most / 2, 1e-9]])
+        figures.selection(selected, weight_YE)
+        highest = figures.bright_end([weight_YE])
+        figures.state_read(read, weight_YE, torch.arange(2, -1, -1), [5], "layer", highest)
+        assert selected.images[0].get_clim() == (1e-3, 1)
+        assert read.images[0].get_clim() == (0, pytest.approx(most))
+        for axes in (selected, read):
+            assert axes.images[0].get_array().mask.tolist() == [[True, False, False, False]], "grey is nothing there"
+
+
+def test_layers_that_read_nearly_the_same_differ_in_colour():
+    """On a logarithmic scale from 0.1 % to 100 % the whole picture was one green."""
+    model = build("gsm")
+    with gsm.record(*TAPS) as seen:
+        model(random_tokens(2, 40))
+    for name, picture in views(model, seen):
+        if name.startswith("decoder_reads"):
+            images = [axes.images[0] for axes in picture.axes if axes.images][: GEOMETRY.decoder_layers]
+            assert len({image.get_clim() for image in images}) == 1
+            colours = np.concatenate([image.norm(image.get_array()).compressed() for image in images])
+            assert colours.max() - colours.min() > 0.2, name
 
 
 def test_a_long_sequence_keeps_all_that_was_selected():

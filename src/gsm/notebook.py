@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gsm import paths, plots
 from gsm.analysis import figures, views
-from gsm.analysis.attention import attention_map, decoder_attention, decoder_layers, entries_back
+from gsm.analysis.attention import attention_map
 from gsm.analysis.needles import Asked
 from gsm.analysis.rollout import Routes
 from gsm.analysis.state import state_facts
@@ -427,16 +427,9 @@ def show_increments(seen: Recording, words: Sequence[str] = ()) -> Figure:
 def show_state(model: GSM, seen: Recording) -> Figure:
     """Draw the decoder's attention to the shared state: one line per layer, one column per entry, at last the sink.
 
-    The colour scale is linear, up to the highest weight.
+    The colour scale is linear, up to the largest weights of entries.
     """
-    weight_LE, layers = decoder_attention(model, seen), decoder_layers(model)
-    figure, (axes,) = plots.figure(width=WIDTH, height=2.2, grid=False)
-    longest = layers[int(weight_LE.isnan().sum(1).argmin())]
-    back_W = entries_back(model, f"decoder/{longest}", weight_LE.shape[1] - 1)
-    highest = float(weight_LE.nan_to_num().max())
-    figures.state_read(axes, weight_LE, back_W, layers, "decoder layer", highest=highest)
-    figures.colour_bar(figure, [axes], "weight, mean of heads")
-    return figure
+    return views.decoder(model, seen, WIDTH, 2.2)
 
 
 @torch.no_grad()

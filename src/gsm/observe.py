@@ -19,6 +19,10 @@ slots, both stored and new.
     embedding, hidden    input of the first layer; output of the last layer, before the final norm
     state/e, state/z     output of the encoder; the writer's combination of it with the stages' increments
     state/entries        [B, E, C] the entries that all decoder layers read
+    state/key, state/value    with `state_reader=separate_kv`, in place of `state/entries`
+    state/group<n>       with `state_reader=per_group`, the entries of each group of layers, in place of `state/entries`
+    state/gate           [B, T, D] with `writer=gated`: the factor of the increments in z
+    state/weights        [B, R, 1, E + 1] with `writer=delta`: attention weights of the earlier entries that predict one
 
 In each layer, `encoder/<l>/...` and `decoder/<l>/...`:
 
@@ -42,9 +46,12 @@ In each layer, `encoder/<l>/...` and `decoder/<l>/...`:
                          concatenated; in Mamba-3 [B, H, C + 2, C], with the last token's key and value in the last two
                          rows
 
-In each stage, `stage/<s>/...`: `query`, `top_k`, `weights` and `heads` as in a layer, and `increment`, [B, R, D], which
-is added to r. NSA has keys, values and weights of three branches, `compressed/key`, ... Your own parts can have more
-taps.
+In each stage, `stage/<s>/...`: `query`, `weights`, `heads`, and except with `retriever=window_only` `top_k`, as in a
+layer; and
+
+    increment            [B, R, D] what is added to r
+
+NSA has keys, values and weights of three branches, `compressed/key`, ... Your own parts can have more taps.
 
 The design follows the named probes of facebookresearch/lingua. In addition, recordings nest, patterns select taps, taps
 can be replaced, and unused taps do not appear in graphs of `torch.compile`.

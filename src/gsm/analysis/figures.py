@@ -25,12 +25,14 @@ from gsm.plots import SMALL, finish
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
 
 COLUMNS = 512  # largest number of columns of a map; more could not be distinguished
 LETTERED = 40  # largest number of columns with tokens written in the cells; with more, they would overlap
 BROUGHT_BACK = "of the answer, brought back"
 RIGHT: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}  # a legend to the right of the axes
+WEIGHT = "weight, mean of heads"
 BARS = (6, 1, 0, 4, 2, 3, 5)  # colours of bars; the first, black, is the unchanged model
 
 
@@ -130,11 +132,13 @@ def selection(axes: Axes, map_RT: Tensor, title: str = "") -> None:
     """Draw the weights of rows on their selected entries (``attention.selected_weights``): a line for each row, a
     column for each token (in a long sequence, for the highest of several tokens). Tokens that are not selected are
     grey; the dashed line is the row itself."""
+    from matplotlib.colors import LogNorm
+
     rows, length = map_RT.shape
     width = -(-length // COLUMNS)
     whole_RT = torch.nn.functional.pad(map_RT.nan_to_num(0.0), (0, -length % width))
     ends = (-0.5, whole_RT.shape[1] - 0.5, length - 0.5, length - rows - 0.5)
-    _weights(axes, whole_RT.unflatten(1, (-1, width)).amax(dim=2), extent=ends)
+    _weights(axes, whole_RT.unflatten(1, (-1, width)).amax(dim=2), ends, LogNorm(1e-3, 1))
     axes.set_xlim(-0.5, length - 0.5)
     axes.plot([length - rows, length - 1], [length - rows, length - 1], "--", color="#D55E00", linewidth=0.8)
     finish(axes, "token that is read", "token that reads", title)
@@ -146,8 +150,8 @@ def state_read(
     back_W: Tensor,
     rows: Sequence[int],
     y: str,
+    highest: float,
     title: str = "",
-    highest: float | None = None,
 ) -> None:
     """Draw attention to the state: a line for each of ``rows`` (layers, or tokens), a column for each entry that a
     decoder layer sees, by its distance in tokens, and a column for the sink.
@@ -158,15 +162,18 @@ def state_read(
         back_W: distances of ``attention.entries_back``; W is E - 1.
         rows: numbers of the lines, ascending by 1.
         y: label of the lines.
+        highest: weight at the end of the colour scale, which is linear from 0; panels with one ``colour_bar`` need the
+            same, such as their ``bright_end``.
         title: title of the axes.
-        highest: end of a linear scale from 0 (``colour_bar``); None: the logarithmic scale of ``weight_scale``.
     """
+    from matplotlib.colors import Normalize
     from matplotlib.ticker import MaxNLocator
 
     entries = len(back_W)
     wide = max(1, entries // 12)  # width of the sink's column, so that it is visible beside many entries
     ends = (-0.5, entries + wide - 0.5, rows[-1] + 0.5, rows[0] - 0.5)
-    _weights(axes, torch.cat([weight_YE[:, :-1], weight_YE[:, -1:].expand(-1, wide)], dim=1), ends, highest)
+    wide_YE = torch.cat([weight_YE[:, :-1], weight_YE[:, -1:].expand(-1, wide)], dim=1)
+    _weights(axes, wide_YE, ends, Normalize(0, highest))
     axes.axvline(entries - 0.5, color="white", linewidth=1.5)
     step = max(1, entries // 3)
     ticks = range(entries - 1 - step, 0, -step)  # none at the row's own entry, where it would overlap the sink's
@@ -176,13 +183,12 @@ def state_read(
 
 
 def weight_scale(figure: Figure, panels: Sequence[Axes]) -> None:
-    """Draw one colour bar for all panels of ``selection`` and ``state_read``: logarithmic, from 0.1 % to 100 % in every
-    figure."""
+    """Draw one colour bar for all panels of ``selection``: logarithmic, from 0.1 % to 100 % in every figure."""
     bar = figure.colorbar(panels[0].images[0], ax=list(panels), extend="min", aspect=30, pad=0.02)
     bar.set_ticks([0.001, 0.01, 0.1, 1], labels=["0.1 %", "1 %", "10 %", "100 %"])
     bar.ax.minorticks_off()
     bar.ax.tick_params(labelsize=SMALL)
-    bar.set_label("weight, mean of heads", fontsize=SMALL)
+    bar.set_label(WEIGHT, fontsize=SMALL)
 
 
 def state_heads(
@@ -467,15 +473,11 @@ def ranks(axes: Axes, values: Sequence[float], most: int) -> None:
     finish(axes, "position (tokens)", "effective rank of the state")
 
 
-def _weights(
-    axes: Axes, weight_YX: Tensor, extent: tuple[float, float, float, float], highest: float | None = None
-) -> None:
-    """Draw weights as colours on a logarithmic scale, or on a linear one up to ``highest``; NaN is grey."""
+def _weights(axes: Axes, weight_YX: Tensor, extent: tuple[float, float, float, float], norm: Normalize) -> None:
+    """Draw weights as colours; 0 and NaN are grey."""
     from matplotlib import colormaps
-    from matplotlib.colors import LogNorm, Normalize
 
-    positive_YX = weight_YX.float().clamp(min=1e-3).where(weight_YX > 0, torch.nan).cpu().numpy()
+    positive_YX = weight_YX.float().where(weight_YX > 0, torch.nan).cpu().numpy()
     colours = colormaps["viridis"].with_extremes(bad="#e4e4e4", under=colormaps["viridis"](0.0))
-    norm = LogNorm(1e-3, 1) if highest is None else Normalize(0, highest)
     options: dict[str, Any] = {"norm": norm, "cmap": colours, "aspect": "auto", "interpolation": "nearest"}
     axes.imshow(positive_YX, extent=extent, **options)

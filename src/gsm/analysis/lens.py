@@ -16,13 +16,14 @@ B sequences, R rows, L places of the stream, D model width, H heads, E entries o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from gsm.models.base import LanguageModel
 from gsm.models.gsm import GSM
@@ -140,21 +141,27 @@ def to_logit(model: LanguageModel, part_ND: Tensor, hidden_D: Tensor, token: int
 class Attribution:
     """What each part of a model adds to the logit of a token, or to its difference from that of another token.
 
+    Heads and entries are counted in their order, each as what it adds to those before it. The order matters only where
+    they do not simply add up: under a writer's gate, and with ``mhc_two_pass``.
+
     Attributes:
         by_part: by name of ``parts_of_output``; the sum is ``total``.
-        by_head_LH: by head of the attention (or recurrence) in each decoder layer. Without the mixing of residual
-            streams, the heads of a layer sum to its attention. With ``mhc_two_pass`` they may not, because there the
-            weights with which streams are read depend on what is added.
+        by_head_LH: by head of each layer's attention (or recurrence), and of each stage's if the decoder starts from z.
+            Without the mixing of residual streams, the heads of a layer sum to its attention; the heads of a stage
+            always sum to the stage. What a writer changes in e is the part ``writer``, also if it drops e. A layer with
+            fewer heads has zeros at the end.
+        layers: names of the L layers and stages of ``by_head_LH``, in the order of computation.
         by_entry_LE: by entry of the state, from old to new, and the sink (0), in each decoder layer; None for models
             without a state.
-        layers: names of the L layers.
+        readers: names of the L layers of ``by_entry_LE``.
         total: the logit, or the difference, that the model computes.
     """
 
     by_part: dict[str, float]
     by_head_LH: Tensor
-    by_entry_LE: Tensor | None
     layers: tuple[str, ...]
+    by_entry_LE: Tensor | None
+    readers: tuple[str, ...]
     total: float
 
     def __str__(self) -> str:
@@ -176,39 +183,41 @@ def attribute(model: LanguageModel, token_T: Tensor, token: int, other: int | No
         other: a token whose logit is subtracted; None: none.
     """
     with model.evaluating():
-        with record(*TAPS, "decoder/*/heads", "decoder/*/weights") as seen:
+        with record(*TAPS, "*/heads", "decoder/*/weights") as seen:
             logit_V = model.forward(token_T[None]).logits[0, -1].float()
         to = partial(to_logit, model, hidden_D=seen["hidden"][0, -1], token=token, other=other)
         parts = parts_of_output(model, seen)
         by_part = dict(zip(parts, to(torch.stack([x[0, -1] for x in parts.values()])).tolist(), strict=True))
-        layers = tuple(name for name in layer_names(seen) if name.startswith("decoder/") and f"{name}/heads" in seen)
-        by_head_LH, by_entry_LE = logit_V.new_zeros(0, 0), None  # a user's layers may have no heads
-        if layers:
-            by_head_LH = torch.stack([to(_by_one(model, f"{layer}/heads", token_T, seen)) for layer in layers])
-        if layers and isinstance(model, GSM):
-            by_entry_LE = _padded([to(_by_one(model, f"{layer}/weights", token_T, seen)) for layer in layers])
+        names = [name.removesuffix("/attention") for name in parts]
+        layers = tuple(name for name in names if f"{name}/heads" in seen)  # a user's layers may have no heads
+        by_head = [to(_by_one(model, f"{layer}/heads", token_T, seen)) for layer in layers]
+        readers = tuple(name for name in layers if isinstance(model, GSM) and name.startswith("decoder/"))
+        by_entry = [to(_by_one(model, f"{layer}/weights", token_T, seen)) for layer in readers]
+    by_head_LH = pad_sequence(by_head, batch_first=True) if layers else logit_V.new_zeros(0, 0)
+    by_entry_LE = pad_sequence(by_entry, batch_first=True, padding_side="left") if readers else None
     total = logit_V[token] - (0 if other is None else logit_V[other])
-    return Attribution(by_part, by_head_LH, by_entry_LE, layers, float(total))
+    return Attribution(by_part, by_head_LH, layers, by_entry_LE, readers, float(total))
 
 
 def _by_one(model: LanguageModel, tap: str, token_T: Tensor, seen: Recording) -> Tensor:
-    """Return what a layer's attention adds to the stream, by head [H, D] if ``tap`` is its ``heads``, or by entry [E,
-    D] if it is its ``weights``. In one call, each sequence of the batch keeps one head or entry, and the last keeps
-    none."""
+    """Return what an attention adds to the stream, or that of a stage to z, by head [H, D] if ``tap`` is its ``heads``,
+    or by entry [E, D] if it is its ``weights``. In one call, sequence n of the batch keeps the first n heads or
+    entries. The stages behind a stage add nothing then, as in ``parts_of_output``."""
     layer, _, part = tap.rpartition("/")
     count = seen[tap].shape[2 if part == "heads" else 3]
 
-    def keep_one(x_BRHX: Tensor) -> Tensor:
-        kept_BX = torch.eye(count + 1, count, dtype=x_BRHX.dtype, device=x_BRHX.device)
+    def keep_first(x_BRHX: Tensor) -> Tensor:
+        kept_BX = torch.ones(count + 1, count, dtype=x_BRHX.dtype, device=x_BRHX.device).tril(-1)
         return x_BRHX * (kept_BX[:, None, :, None] if part == "heads" else kept_BX[:, None, None])
 
-    with patch(tap, keep_one, model), record(f"{layer}/stream/between") as alone:
+    increments, added = [name for name in seen if name.endswith("/increment")], f"{layer}/stream/between"
+    behind = []
+    if layer.startswith("stage/"):
+        behind, added = increments[increments.index(f"{layer}/increment") + 1 :], "state/z"
+    with ExitStack() as stack:
+        for name in behind:
+            stack.enter_context(patch(name, torch.zeros_like, model))
+        stack.enter_context(patch(tap, keep_first, model))
+        kept = stack.enter_context(record(added))
         model.forward(token_T.expand(count + 1, -1))
-    row_BD = promoted(alone[f"{layer}/stream/between"][:, -1])
-    return row_BD[:-1] - row_BD[-1]
-
-
-def _padded(rows: Sequence[Tensor]) -> Tensor:
-    """Stack rows of different lengths, with zeros on the left of the shorter ones."""
-    longest = max(map(len, rows))
-    return torch.stack([pad(row, (longest - len(row), 0)) for row in rows])
+    return promoted(kept[added][:, -1]).diff(dim=0)

@@ -11,7 +11,7 @@ is tested by ``needles.needle_test``.) Shares need not sum to 1: two parts with 
 of the answer, and two parts that work only together restore none of it. A share means little if the margins of the
 clean and the corrupted call are nearly equal.
 
-N questions, T positions, P places.
+N questions, T positions, P places, H heads, S lines of a sweep, A axes of its places.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from torch import Tensor
 from gsm.analysis.needles import Questions
 from gsm.data.recall import Alphabet
 from gsm.layers.block import Block
+from gsm.models.aggregation import Stage
 from gsm.models.base import LanguageModel
 from gsm.observe import patch, record
 
@@ -113,8 +115,9 @@ def restored_share(
             model.forward(pair.clean_NT)
         for place_N in [None] if place_NP is None else place_NP.to(model.embedding.weight.device).unbind(1):
             with ExitStack() as stack:
+                only = {} if place_N is None else {1: place_N}
                 for name, x in seen.items():
-                    stack.enter_context(patch(name, partial(_put, x, place_N), model))
+                    stack.enter_context(patch(name, partial(_put, x, only), model))
                 shares.append((_margin(model, pair.corrupted_NT, pair) - base) / (clean - base))
     return torch.stack(shares) if place_NP is not None else shares[0]
 
@@ -165,26 +168,43 @@ def layers(model: LanguageModel) -> dict[str, list[str]]:
     return {name: [f"{name}/stream", f"{name}/streams"] for name in names}
 
 
+def attentions(model: LanguageModel) -> dict[str, str]:
+    """Return, by layer and stage in the order of computation, the name of the tap of its heads' outputs."""
+    return {part.name: f"{part.name}/heads" for part in model.modules() if isinstance(part, (Block, Stage))}
+
+
 @torch.no_grad()
 def sweep(
-    model: LanguageModel, pair: Pair, taps: Mapping[str, str | Sequence[str]], positions: Sequence[int]
+    model: LanguageModel,
+    pair: Pair,
+    taps: Mapping[str, str | Sequence[str]],
+    positions: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return the share of the answer that each tap restores at each single position, [S, P], the mean over questions.
+    """Return the share of the answer that each tap restores at each single position, or by each single head, as a mean
+    over questions: [S, P] with ``positions``, [S, H] with ``heads``, [S, P, H] with both, [S] with neither.
+
+        sweep(model, pair, layers(model), range(10))                # [S, P]: the stream that enters a layer
+        sweep(model, pair, attentions(model), heads=range(4))       # [S, H]: a head's output at all positions
 
     Args:
         model: a model whose answers to the clean and the corrupted prompt differ.
         pair: a pair from ``prompt_pair`` or ``question_pair``.
         taps: S lists of tap patterns by name, such as ``layers(model)``; the tensors of a list are patched together.
             They must have one row per token, or the same number of rows for each token.
-        positions: P positions, the same in all questions.
+        positions: P positions, the same in all questions; None: all positions are patched together.
+        heads: H indices of dimension 2 of the tensors, such as those of ``attentions(model)``; None: all heads are
+            patched together.
 
     Raises:
-        ValueError: if a tap does not have rows for each token, or the two margins are equal.
+        ValueError: if a tap does not have rows for each token or these heads, or the two margins are equal.
     """
     clean, base = margins(model, pair)
     _check_apart(clean, base)
     pair, (count, length) = pair.to(model.embedding.weight.device), pair.clean_NT.shape
-    parts = torch.tensor(positions).to(pair.row_N.device).split(max(1, AT_ONCE // (count * length)))
+    swept = {dim: list(places) for dim, places in {1: positions, 2: heads}.items() if places is not None}
+    place_PA = torch.tensor([*product(*swept.values())], device=pair.row_N.device)
+    parts = place_PA.split(max(1, AT_ONCE // (count * length)))
     rows = []
     with model.evaluating():
         for patterns in taps.values():
@@ -193,20 +213,25 @@ def sweep(
             for name, x in seen.items():
                 if x.shape[1] % length:
                     raise ValueError(f"taps must have a row for each of {length} tokens, got {name} {list(x.shape)}")
-            shares = [_shares(model, pair, seen, place_P) for place_P in parts]
+                if heads and not (x.ndim > 3 and all(head in range(x.shape[2]) for head in heads)):
+                    raise ValueError(f"taps must have the heads {list(heads)}, got {name} {list(x.shape)}")
+            shares = [_shares(model, pair, seen, [*swept], part_PA) for part_PA in parts]
             rows.append((torch.cat(shares) - base) / (clean - base))
-    return torch.stack(rows)
+    return torch.stack(rows).view(len(rows), *map(len, swept.values()))
 
 
-def _shares(model: LanguageModel, pair: Pair, seen: Mapping[str, Tensor], place_P: Tensor) -> Tensor:
-    """Return the margin with each place of the recorded tensors patched, [P]. All places are computed in one batch."""
-    count, copies = len(pair.row_N), len(place_P)
+def _shares(
+    model: LanguageModel, pair: Pair, seen: Mapping[str, Tensor], dims: Sequence[int], place_PA: Tensor
+) -> Tensor:
+    """Return the margin with each place of the recorded tensors patched, [P]. All places are computed in one batch.
+    ``dims`` are the dimensions of the A indices of a place."""
+    (count, length), copies = pair.clean_NT.shape, len(place_PA)
     many = Pair(*(getattr(pair, field.name).repeat_interleave(copies, dim=0) for field in fields(pair)))
-    place_N, length = place_P.repeat(count), pair.clean_NT.shape[1]
+    only = dict(zip(dims, place_PA.repeat(count, 1).unbind(1), strict=True))
     with ExitStack() as stack:
         for name, x in seen.items():
             wide = x.repeat_interleave(copies, dim=0)
-            stack.enter_context(patch(name, partial(_put, wide, place_N, each=x.shape[1] // length), model))
+            stack.enter_context(patch(name, partial(_put, wide, only, each=x.shape[1] // length), model))
         return _margins(model, many.corrupted_NT, many).view(count, copies).mean(dim=0)
 
 
@@ -219,13 +244,13 @@ def _check_apart(clean: Tensor, base: Tensor) -> None:
         )
 
 
-def _put(clean: Tensor, place_N: Tensor | None, x: Tensor, each: int = 1) -> Tensor:
-    """Return ``clean``, or if ``place_N`` is given, ``x`` with one place of each sequence (``each`` rows) from
-    ``clean``."""
-    if place_N is None:
-        return clean
-    match_NP = torch.arange(x.shape[1], device=x.device) // each == place_N[:, None]
-    return clean.where(match_NP.view(*match_NP.shape, *[1] * (x.ndim - 2)), x)
+def _put(clean: Tensor, only: Mapping[int, Tensor], x: Tensor, each: int = 1) -> Tensor:
+    """Return ``clean`` at the index of each sequence in the dimensions ``only``, and ``x`` elsewhere; a place of
+    dimension 1 has ``each`` rows."""
+    for dim, place_N in only.items():
+        match_NP = torch.arange(x.shape[dim], device=x.device) // (each if dim == 1 else 1) == place_N[:, None]
+        clean = clean.where(match_NP.view(-1, *[1] * (dim - 1), x.shape[dim], *[1] * (x.ndim - dim - 1)), x)
+    return clean
 
 
 def _margin(model: LanguageModel, token_NT: Tensor, pair: Pair) -> Tensor:

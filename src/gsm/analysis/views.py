@@ -4,7 +4,8 @@
         model(tokens)
     views.selection(model, seen)
 
-Weights are means over heads, and all figures have the same scale, so that steps and runs can be compared.
+Weights are means over heads. The selections of all steps and runs have the same logarithmic scale; what the decoder
+reads has a linear one, up to the largest weights of entries in the figure.
 
 B sequences, T positions, R rows, E entries, L layers, S ways.
 """
@@ -57,9 +58,9 @@ def decoder(model: GSM, seen: Recording, width: float = WIDTH, height: float = H
     figure, panels = plots.figure(width=width, height=height, grid=False)
     longest = layers[int(weight_LE.isnan().sum(1).argmin())]
     back_W = entries_back(model, f"decoder/{longest}", weight_LE.shape[1] - 1)
-    title = "what decoder layers read of the shared state"
-    figures.state_read(panels[0], weight_LE, back_W, layers, "decoder layer", title)
-    figures.weight_scale(figure, panels)
+    title, highest = "what decoder layers read of the shared state", figures.bright_end([weight_LE[:, :-1]])
+    figures.state_read(panels[0], weight_LE, back_W, layers, "decoder layer", highest, title)
+    figures.colour_bar(figure, panels, figures.WEIGHT, extend="max")
     return figure
 
 
@@ -67,15 +68,16 @@ def decoder_rows(model: GSM, seen: Recording) -> Figure:
     """Draw the attention to the state by row of the first sequence, with a panel for each decoder layer."""
     layers = decoder_layers(model)
     figure, panels = _panels(len(layers), columns=min(4, len(layers)), height=HEIGHT)
-    for axes, layer in zip(panels, layers, strict=True):
-        weight_RE = seen[f"decoder/{layer}/weights"][0].float().mean(dim=1)
-        back_W = entries_back(model, f"decoder/{layer}", weight_RE.shape[1] - 1)
-        figures.state_read(axes, weight_RE, back_W, _rows(seen, len(weight_RE)), "token that reads", f"layer {layer}")
+    maps = [seen[f"decoder/{layer}/weights"][0].float().mean(dim=1) for layer in layers]
+    highest = figures.bright_end([weight_RE[:, :-1] for weight_RE in maps])
+    for axes, layer, weight_RE in zip(panels, layers, maps, strict=True):
+        back_W, rows = entries_back(model, f"decoder/{layer}", weight_RE.shape[1] - 1), _rows(seen, len(weight_RE))
+        figures.state_read(axes, weight_RE, back_W, rows, "token that reads", highest, f"layer {layer}")
     figure.supxlabel(panels[0].get_xlabel(), fontsize=9)
     _label_outer(panels, columns=min(4, len(layers)))
     for axes in panels:
         axes.set_xlabel("")
-    figures.weight_scale(figure, panels)
+    figures.colour_bar(figure, panels, figures.WEIGHT, extend="max")
     return figure
 
 

@@ -67,20 +67,16 @@ def _read(by_arm: ByArm) -> dict[str, tuple[Any, Any, Any]]:
 
 
 def _decoders(read: Mapping[str, tuple[Any, Any, Any]]) -> Figure:
-    """Return a panel for each arm, all on one linear scale up to the largest weight of an entry in any arm. (On the
-    logarithmic scale of single runs, from 0.1 % on, arms would look alike.)"""
+    """Return a panel for each arm, all on one scale up to the largest weights of entries in any arm."""
     columns = min(COLUMNS, len(read))
     figure, panels = plots.figure(columns, 3.2, 2.4, grid=False, rows=-(-len(read) // columns))
-    most = max(float(np.nanmax(weight_LE[:, :-1])) for weight_LE, _, _ in read.values())
+    most = figures.bright_end([torch.from_numpy(weight_LE[:, :-1]) for weight_LE, _, _ in read.values()])
     for axes, (arm, (weight_LE, layers, back_W)) in zip(panels, read.items(), strict=False):
         rows = [int(layer) for layer in layers]
         name = plots.named(read)[arm]
-        figures.state_read(axes, torch.from_numpy(weight_LE), torch.from_numpy(back_W), rows, "decoder layer", name)
-        picture = axes.images[0]
-        picture.set(data=picture.get_array(), norm=None, clim=(0, most))
+        drawn = torch.from_numpy(weight_LE), torch.from_numpy(back_W)
+        figures.state_read(axes, *drawn, rows, "decoder layer", most, name)
     for axes in panels[len(read) :]:
         axes.remove()
-    bar = figure.colorbar(panels[0].images[0], ax=list(panels[: len(read)]), extend="max", aspect=30, pad=0.02)
-    bar.ax.tick_params(labelsize=plots.SMALL)
-    bar.set_label("weight, mean of heads", fontsize=plots.SMALL)
+    figures.colour_bar(figure, panels[: len(read)], figures.WEIGHT, extend="max")
     return figure

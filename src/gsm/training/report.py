@@ -80,7 +80,7 @@ def _next(folder: Path, facts: Mapping[str, Any], writes: bool) -> list[str]:
     """Return the commands to look at a run, and to use its model."""
     checkpoint = f"checkpoint={path_text(folder)}"
     commands = [typed("tensorboard", "--logdir", path_text(folder.parent))]
-    commands.append("# CUSTOM SCALARS is the overview; in TIME SERIES, a colour for each arm:")
+    commands.append("# and open this address: TIME SERIES with one colour for all seeds of an arm")
     commands.append(f"# {BOARD}")  # a comment, as a shell would take the address apart
     if len(list(folder.parent.glob("*/summary.json"))) > 1:
         commands.append(command("compare", path_text(folder.parent)))
