@@ -14,6 +14,7 @@ from records import write_trial
 from short_runs import folder_of
 from test_compare import experiment, write_run
 from test_experiment import ask, fake, toy
+from test_explorer import browser
 
 from gsm.config.check import ConfigError
 from gsm.config.command_line import command
@@ -21,7 +22,7 @@ from gsm.experiments.compare import compare
 from gsm.experiments.execute import train_all
 from gsm.experiments.page import Report, _commands, _question
 
-__all__ = ["experiment", "fake"]  # fixtures
+__all__ = ["browser", "experiment", "fake"]  # fixtures
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'&"
 VOID = {"meta", "img", "wbr"}
@@ -69,6 +70,16 @@ def test_every_number_of_the_tables_is_on_the_page_too(experiment: Path):
     for row in rows:
         assert " ".join(row).replace("+-", "±") in page.text
     assert "mean and 95 % interval (paired Student's t) over the seeds that both arms have" in page.text
+
+
+@pytest.mark.parametrize("width", [500, 1400])
+def test_the_page_is_no_wider_than_its_window(width: int, experiment: Path, browser: Any):
+    write_run(experiment, "an_arm_with_a_long_name_" * 5, 0, accuracy=0.5)
+    compare(str(experiment))
+    browser.set_window_size(width, 900)
+    browser.get((experiment / "comparison.html").as_uri())
+    wide, window = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+    assert wide <= window
 
 
 def test_nothing_is_loaded_from_elsewhere(experiment: Path):
