@@ -10,7 +10,7 @@ import gsm
 from gsm.analysis import figures
 from gsm.analysis.attention import decoder_heads
 from gsm.analysis.lens import TAPS, Lens, attribute, logit_lens, parts_of_output, to_logit
-from gsm.analysis.patching import attentions, layers, margins, prompt_pair, sweep
+from gsm.analysis.patching import attentions, by_part, layers, margins, prompt_pair, sweep
 from gsm.analysis.state import cosines, latents
 from gsm.models.gsm import GSM
 from gsm.notebook import show_one
@@ -68,6 +68,28 @@ def test_heads_and_entries_of_the_state_sum_to_what_an_attention_adds(case: str,
     assert sum(found.by_part.values()) == pytest.approx(found.total, abs=1e-5)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["gsm-residual=plain", "transformer"])
+def test_a_head_is_what_the_stream_loses_without_it(case: str):
+    model, token_T = build(case), random_tokens(1, 20)[0]
+    found = attribute(model, token_T, 3, 5)
+    with gsm.record("hidden", "*/stream/between", "state/*") as seen:
+        model(token_T[None])
+
+    def drop(x_BRHC: torch.Tensor) -> torch.Tensor:
+        x_BRHC[:, :, 1] = 0
+        return x_BRHC
+
+    for layer, part_H in zip(found.layers, found.by_head_LH, strict=True):
+        if layer == "stage/1":
+            continue  # stage 2 reads what it adds
+        place = "state/z" if layer == "stage/2" else f"{layer}/stream/between"
+        with gsm.patch(f"{layer}/heads", drop), gsm.record(place) as without:
+            model(token_T[None])
+        lost_1D = seen[place][:, -1] - without[place][:, -1]
+        assert torch.allclose(to_logit(model, lost_1D, seen["hidden"][0, -1], 3, 5)[0], part_H[1], atol=1e-9)
+
+
 @pytest.mark.parametrize("case", ["gsm", *(f"gsm-writer={writer}" for writer in variants("model/writer"))])
 def test_heads_of_a_stage_sum_to_what_it_adds(case: str):
     model, token_T = build(case), random_tokens(1, 20)[0]
@@ -110,12 +132,12 @@ def test_a_swept_head_is_one_head_of_one_layer(case: str):
     pair, taps = prompt_pair(clean_T, corrupted_T, 3, 5), attentions(model)
     stages = ["stage/1", "stage/2"] if isinstance(model, GSM) else []
     assert [name for name in taps if name.startswith("stage/")] == stages
-    share_SH, whole_S = sweep(model, pair, taps, heads=range(4)), sweep(model, pair, taps)
+    share_SH, by_whole = sweep(model, pair, taps, heads=range(4)), by_part(model, pair, taps)
     assert share_SH.shape == (GEOMETRY.depth + len(stages), 4) and float(share_SH.abs().min()) > 1e-9
     added = [
         name.replace("/heads", "/increment" if name.startswith("stage/") else "/attention") for name in taps.values()
     ]
-    assert torch.allclose(whole_S, sweep(model, pair, dict(zip(taps, added, strict=True)))), "all heads are the control"
+    assert by_whole == pytest.approx(by_part(model, pair, dict(zip(taps, added, strict=True)))), "all heads"
     with gsm.record(taps[(name := list(taps)[2])]) as seen, torch.no_grad():
         model(clean_T[None])
 
@@ -156,6 +178,9 @@ def test_refusals_of_a_sweep():
     for tap, head in (("encoder/2/stream", 0), ("encoder/2/heads", 4), ("encoder/2/heads", -1)):
         with pytest.raises(ValueError, match=f"^taps .* got {tap}"):
             sweep(model, pair, {"one": tap}, heads=[head])
+    for places in ({}, {"positions": []}, {"heads": []}, {"positions": [-1]}, {"positions": [20]}):
+        with pytest.raises(ValueError, match="^positions "):
+            sweep(model, pair, layers(model), **places)
 
 
 def test_heads_of_one_row_and_their_mean_and_cosines_of_entries():

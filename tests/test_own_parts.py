@@ -26,7 +26,7 @@ from gsm.config.check import ConfigError
 from gsm.config.compose import compose
 from gsm.config.load import CheckpointError
 from gsm.config.stored import read_checkpoint
-from gsm.data.base import DataModule, require_data_module
+from gsm.data.base import DataModule, next_tokens, require_data_module
 from gsm.data.loader import Batches
 from gsm.evaluation.held_out import WHOLE, HeldOut
 from gsm.evaluation.records import mean
@@ -34,7 +34,7 @@ from gsm.paths import ROOT
 from gsm.training.callbacks.checkpoints import Latest
 from gsm.training.callbacks.metrics_file import read_metrics
 from gsm.training.folder import begin
-from gsm.training.module import LanguageModeling, next_tokens
+from gsm.training.module import LanguageModeling
 from gsm.training.optimizer import AdamW
 from gsm.training.run import train
 

@@ -19,13 +19,13 @@ from small import GEOMETRY, MEMORIES, SHALLOW, assert_same, build, choices, most
 from torch import Tensor
 
 from gsm.context import Context
+from gsm.data.base import next_tokens
 from gsm.exchange import tallied
 from gsm.layers import indexer_training
 from gsm.layers.indexer_training import KL, RUNS
 from gsm.layers.raven import Raven
 from gsm.models.base import LanguageModel
 from gsm.models.checks import IGNORED
-from gsm.training.module import next_tokens
 from gsm_benchmarks import traffic
 from gsm_kernels import indexer_kl
 

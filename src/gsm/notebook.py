@@ -26,7 +26,7 @@ from gsm.costs.model import Cost, Parts, cost
 from gsm.data.base import DataModule
 from gsm.data.cache import cache_folder
 from gsm.data.recall import Task
-from gsm.evaluation.held_out import open_data, with_targets
+from gsm.evaluation.held_out import open_data
 from gsm.experiments.runs import Experiment
 from gsm.experiments.table import RunSummary, list_trial, read_runs
 from gsm.explorer.words import questions_of, tokens
@@ -100,7 +100,7 @@ def ask(data: DataModule, sequences: int = 16) -> Asked:
         data: the data of a run, as ``load`` returns them.
         sequences: number of sequences, the first ones of validation. Analyses read each as one document.
     """
-    rows = [with_targets(row) for row in islice(data.validation(), sequences)]
+    rows = list(islice(data.validation(), sequences))
     token_BT, target_BT = (torch.stack([row[name] for row in rows]) for name in ("tokens", "targets"))
     return Asked(token_BT, target_BT)
 
@@ -165,8 +165,9 @@ def words(named: LanguageModel | DataModule | Task | None, source: str | Tensor)
     Raises:
         ValueError: ``source`` is a text, and there is no tokenizer.
     """
-    namer: Any = getattr(named, "task", named.tokenizer) if isinstance(named, DataModule) else named
-    asked = {question.key for question in questions_of(namer, source)} if isinstance(source, Tensor) else set()
+    namer = (named.task or named.tokenizer) if isinstance(named, DataModule) else named
+    task = None if isinstance(namer, LanguageModel) else namer
+    asked = {question.key for question in questions_of(task, source)} if isinstance(source, Tensor) else set()
     signs = str.maketrans({"\n": "↵", " ": "·", "\t": "→", "$": r"\$"})  # matplotlib reads formulas between dollars
     signs |= dict.fromkeys(range(0x2400, 0x2440), "�")  # missing in matplotlib's font
     written = [word.translate(signs) for word in tokens(namer, source)]
@@ -427,7 +428,7 @@ def show_increments(seen: Recording, words: Sequence[str] = ()) -> Figure:
 def show_state(model: GSM, seen: Recording) -> Figure:
     """Draw the decoder's attention to the shared state: one line per layer, one column per entry, at last the sink.
 
-    The colour scale is linear, up to the largest weights of entries.
+    The colour scale is linear, up to the 99th percentile of the entries' weights.
     """
     return views.decoder(model, seen, WIDTH, 2.2)
 

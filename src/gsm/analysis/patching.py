@@ -182,7 +182,7 @@ def sweep(
     heads: Sequence[int] | None = None,
 ) -> Tensor:
     """Return the share of the answer that each tap restores at each single position, or by each single head, as a mean
-    over questions: [S, P] with ``positions``, [S, H] with ``heads``, [S, P, H] with both, [S] with neither.
+    over questions: [S, P] with ``positions``, [S, H] with ``heads``, [S, P, H] with both.
 
         sweep(model, pair, layers(model), range(10))                # [S, P]: the stream that enters a layer
         sweep(model, pair, attentions(model), heads=range(4))       # [S, H]: a head's output at all positions
@@ -197,12 +197,17 @@ def sweep(
             patched together.
 
     Raises:
-        ValueError: if a tap does not have rows for each token or these heads, or the two margins are equal.
+        ValueError: if positions or heads are empty or not in the tensors, a tap does not have rows for each token, or
+            the two margins are equal.
     """
     clean, base = margins(model, pair)
     _check_apart(clean, base)
     pair, (count, length) = pair.to(model.embedding.weight.device), pair.clean_NT.shape
     swept = {dim: list(places) for dim, places in {1: positions, 2: heads}.items() if places is not None}
+    if not all(swept.values()) or not swept:
+        raise ValueError(f"positions or heads must have at least one index, got {positions} and {heads}")
+    if not {*swept.get(1, [])} <= {*range(length)}:
+        raise ValueError(f"positions must be in [0, {length}), got {swept[1]}")
     place_PA = torch.tensor([*product(*swept.values())], device=pair.row_N.device)
     parts = place_PA.split(max(1, AT_ONCE // (count * length)))
     rows = []
@@ -213,8 +218,8 @@ def sweep(
             for name, x in seen.items():
                 if x.shape[1] % length:
                     raise ValueError(f"taps must have a row for each of {length} tokens, got {name} {list(x.shape)}")
-                if heads and not (x.ndim > 3 and all(head in range(x.shape[2]) for head in heads)):
-                    raise ValueError(f"taps must have the heads {list(heads)}, got {name} {list(x.shape)}")
+                if 2 in swept and not (x.ndim > 3 and {*swept[2]} <= {*range(x.shape[2])}):
+                    raise ValueError(f"taps must have the heads {swept[2]}, got {name} {list(x.shape)}")
             shares = [_shares(model, pair, seen, [*swept], part_PA) for part_PA in parts]
             rows.append((torch.cat(shares) - base) / (clean - base))
     return torch.stack(rows).view(len(rows), *map(len, swept.values()))

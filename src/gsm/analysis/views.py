@@ -5,7 +5,7 @@
     views.selection(model, seen)
 
 Weights are means over heads. The selections of all steps and runs have the same logarithmic scale; what the decoder
-reads has a linear one, up to the largest weights of entries in the figure.
+reads has a linear one, up to the 99th percentile of the entries' weights in the figure; a sink may have more.
 
 B sequences, T positions, R rows, E entries, L layers, S ways.
 """

@@ -24,6 +24,7 @@ from gsm.errors import ConfigError, within
 from gsm.models.checks import IGNORED
 
 if TYPE_CHECKING:
+    from gsm.data.recall import Task
     from gsm.data.tokenizer import Tokenizer
 
 HELD_OUT_FOR = ("validation", "tuning")  # the reported text, or a part of the training data
@@ -36,6 +37,15 @@ def check_numbers(batch_size: int, validation_sequences: int | None, seed: int) 
     within(0, 2**32 - 3, seed=seed)  # the two numbers above are the seeds of held-out data (gsm.data.synthetic)
 
 
+def next_tokens(tokens_BT: Tensor, document_BT: Tensor | None = None) -> Tensor:
+    """Return targets int64 [B, T]: the next token of the same document, -100 where there is none."""
+    target_BT = torch.full_like(tokens_BT, IGNORED)
+    target_BT[:, :-1] = tokens_BT[:, 1:]
+    if document_BT is not None:
+        target_BT[:, :-1][document_BT[:, 1:] != document_BT[:, :-1]] = IGNORED
+    return target_BT
+
+
 class DataModule(lightning.LightningDataModule):
     """A `LightningDataModule` with all extras at their defaults, and with its position in a run.
 
@@ -46,6 +56,7 @@ class DataModule(lightning.LightningDataModule):
     number of optimiser steps of `accumulated` batches each.
 
     Attributes:
+        task: a synthetic task, which names its tokens and questions; None for text.
         tokenizer: travels in the checkpoint, for generate.py and evaluate.py; None: ids stand for themselves.
         token_bytes_V: bytes of text that each id stands for; validation then logs bits per byte.
         measures_accuracy: whether validation counts how often the likeliest token is the target.
@@ -57,6 +68,7 @@ class DataModule(lightning.LightningDataModule):
             resumed run has steps of the same size.
     """
 
+    task: Task | None = None
     tokenizer: Tokenizer | None = None
     token_bytes_V: np.ndarray | None = None
     measures_accuracy: bool = False
@@ -84,14 +96,16 @@ class DataModule(lightning.LightningDataModule):
         return dict(self.fingerprint())
 
     def validation(self) -> Iterator[dict[str, Tensor]]:
-        """Yield the sequences of validation one by one, int64 [T] each.
+        """Yield the sequences of validation one by one: tokens, targets and documents, int64 [T] each.
 
         Pictures and measurements take the first ones."""
         with torch.random.fork_rng(devices=[]):  # a DataLoader draws a seed, which training must not notice
             batches = iter(self.val_dataloader())
         for batch in batches:
+            whole = {"documents": torch.zeros_like(batch["tokens"]), **batch}
+            whole = {"targets": next_tokens(whole["tokens"], whole["documents"]), **whole}
             for row in range(len(batch["tokens"])):
-                yield {name: value_BT[row] for name, value_BT in batch.items()}
+                yield {name: value_BT[row] for name, value_BT in whole.items()}
 
     def of_length(self, length: int, most: int, split: str = "validation") -> Sequence[Mapping[str, Tensor]]:
         """Return at most `most` sequences of another length, to measure overlap by length. Raise ValueError if none."""
@@ -109,7 +123,7 @@ class DataModule(lightning.LightningDataModule):
         """
         if self.token_bytes_V is None:
             return None
-        targets = np.concatenate([batch.get("targets", batch["tokens"][1:]).numpy() for batch in self.validation()])
+        targets = np.concatenate([row["targets"].numpy() for row in self.validation()])
         return float(self.token_bytes_V[targets[targets != IGNORED]].mean(dtype=np.float64))
 
     @property

@@ -142,7 +142,8 @@ class SyntheticData(MadeData):
         within(task.least, context, shortest=shortest)
         within(0, 1, grow_until=grow_until)
         within(0, grow_until, grow_from=grow_from)
-        self.task, self.vocabulary, self.context, self.batch_size = task, vocabulary, context, batch_size
+        self.task: Task = task  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.vocabulary, self.context, self.batch_size = vocabulary, context, batch_size
         self.seed, self.validation_sequences = seed, validation_sequences
         self.shortest, self.grow_from, self.grow_until = shortest, grow_from, grow_until
         self.held_out = check_held_out(held_out)

@@ -35,7 +35,6 @@ from gsm.files import read_json
 from gsm.intervals import over_seeds
 from gsm.models.gsm import GSM
 from gsm.tables import Grid
-from gsm.training.module import next_tokens
 
 SPLITS = ("validation", "train")
 SPAN = ("first", "last")  # of a bucket
@@ -296,22 +295,13 @@ def _sequences(
             indices = validation_indices(len(text.validation_set), text.validation_sequences)
         loader = text.val_dataloader()
         if isinstance(loader, Batches):  # they are counted before any is made
-            return lambda: map(with_targets, text.validation()), sum(map(len, loader.plan())), indices
-        rows = [with_targets(row) for row in text.validation()]
+            return lambda: text.validation(), sum(map(len, loader.plan())), indices
+        rows = list(text.validation())
         return lambda: rows, len(rows), indices
     if not hasattr(text, "train_set"):
         raise ConfigError("split must be validation, as these sequences are synthetic, got train")
     indices = validation_indices(len(text.train_set), sequences or text.validation_sequences)
     return lambda: text.train_set.each(indices), len(indices), indices
-
-
-def with_targets(row: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return a sequence with the parts that a data module of the user's may leave out: one document, and the next
-    tokens as targets."""
-    if {"targets", "documents"} <= row.keys():
-        return row
-    document_T = row.get("documents", torch.zeros_like(row["tokens"]))
-    return {"targets": next_tokens(row["tokens"][None], document_T[None])[0], "documents": document_T, **row}
 
 
 def read_documents(names: Sequence[str]) -> None:

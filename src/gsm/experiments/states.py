@@ -67,7 +67,7 @@ def _read(by_arm: ByArm) -> dict[str, tuple[Any, Any, Any]]:
 
 
 def _decoders(read: Mapping[str, tuple[Any, Any, Any]]) -> Figure:
-    """Return a panel for each arm, all on one scale up to the largest weights of entries in any arm."""
+    """Return a panel for each arm, all on one scale, up to the 99th percentile of the entries' weights."""
     columns = min(COLUMNS, len(read))
     figure, panels = plots.figure(columns, 3.2, 2.4, grid=False, rows=-(-len(read) // columns))
     most = figures.bright_end([torch.from_numpy(weight_LE[:, :-1]) for weight_LE, _, _ in read.values()])

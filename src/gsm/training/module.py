@@ -13,6 +13,7 @@ import lightning
 import torch
 from torch import Tensor, nn
 
+from gsm.data.base import next_tokens
 from gsm.models.base import LanguageModel, Output
 from gsm.models.checks import IGNORED
 from gsm.training.distributed.sharded import Sharded, undivided
@@ -283,12 +284,3 @@ def clip_norm(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
     for some in by_mesh.values():
         nn.utils.clip_grads_with_norm_(some, limit, norm)
     return norm
-
-
-def next_tokens(tokens_BT: Tensor, document_BT: Tensor | None = None) -> Tensor:
-    """Return targets int64 [B, T]: the next token of the same document, -100 where there is none."""
-    target_BT = torch.full_like(tokens_BT, IGNORED)
-    target_BT[:, :-1] = tokens_BT[:, 1:]
-    if document_BT is not None:
-        target_BT[:, :-1][document_BT[:, 1:] != document_BT[:, :-1]] = IGNORED
-    return target_BT

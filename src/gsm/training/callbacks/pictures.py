@@ -35,7 +35,7 @@ from gsm.models.checks import IGNORED
 from gsm.models.gsm import GSM
 from gsm.observe import Recording, record
 from gsm.training.distributed.sharded import Sharded
-from gsm.training.module import LanguageModeling, next_tokens
+from gsm.training.module import LanguageModeling
 from gsm.training.resume import random_states, restore_random_states
 
 FILE = "views.npz"
@@ -86,9 +86,7 @@ class Pictures(lightning.Callback):
             print(f"there will be no pictures: {plots.REMEDY}", file=sys.stderr, flush=True)
         chosen = list(islice(data.validation(), self.sequences))
         self._batch = {
-            name: torch.stack([item[name] for item in chosen])
-            for name in ("tokens", "documents", "targets")
-            if name in chosen[0]
+            name: torch.stack([item[name] for item in chosen]) for name in ("tokens", "documents", "targets")
         }
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: LanguageModeling) -> None:
@@ -133,7 +131,7 @@ class Pictures(lightning.Callback):
         rows = min(self.rows, batch["tokens"].shape[1])
         with _undisturbed(trainer, task), record(*TAPS) as seen:
             # forward, since __call__ would compile a compiled model once more to record it.
-            task.model.forward(batch["tokens"], documents=batch.get("documents"), rows=rows)
+            task.model.forward(batch["tokens"], documents=batch["documents"], rows=rows)
         return seen
 
     def _lost(self, trainer: lightning.Trainer, task: LanguageModeling, model: GSM) -> dict[str, float]:
@@ -169,10 +167,9 @@ def _loss(model: GSM, sequences: Sequence[Mapping[str, Tensor]]) -> float:
     """Return the mean cross-entropy over the targets of all sequences; not a number without a target."""
     total, targets = 0.0, 0
     for batch in sequences:
-        documents = batch.get("documents")
-        target_BT = batch["targets"] if "targets" in batch else next_tokens(batch["tokens"], documents)
+        target_BT = batch["targets"]
         if count := int((target_BT != IGNORED).sum()):
-            loss = model.forward(batch["tokens"], documents=documents, targets=target_BT).loss
+            loss = model.forward(batch["tokens"], documents=batch["documents"], targets=target_BT).loss
             assert loss is not None  # there are targets
             total += count * float(loss)
             targets += count
