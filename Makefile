@@ -62,7 +62,7 @@ tables: $(STAMP)  ## renew the tables between the markers of README.md and docs/
 on_books = data=folder data.path=$(BOOKS) 'data.files=[books-train-0*,books-test*]' 'data.validation=books-test*' \
 	data.validation_sequences=1024
 
-# The paper's tables and figures that have no rows yet; 1: with the first seed, 3: with the first three.
+# The miniatures that an evening trains; 1: with the first seed, 3: with the first three.
 define evening
 $(BIN)/python train.py experiment=retrieval seeds=$(1) 'arm=[gsm,stages_only,baseline,gated_delta_net]'
 $(BIN)/python train.py experiment=chain seeds=$(1)
@@ -97,7 +97,7 @@ endef
 # the repository has changed.
 define paper_page
 @mkdir -p logs
-@sed -E 's#\]\(([a-z_]+\.md)#](../docs/\1#g' docs/paper.md > logs/paper.md
+@sed -E 's#\]\(([a-z_]+\.(md|png))#](../docs/\1#g' docs/paper.md > logs/paper.md
 $(BIN)/python -m gsm.experiments.rows logs/paper.md logs=logs
 endef
 

@@ -244,19 +244,21 @@ def show_beside(draws: Sequence[Callable[[Axes], None]], height: float = HEIGHT,
     return figure
 
 
-def explore(draw: Callable[[int], Figure], choices: Sequence[int]) -> Any:
+def explore(draw: Callable[[int], Figure], choices: Sequence[int], labels: Sequence[str] = ()) -> Any:
     """Show a slider, and below it the picture of the chosen number; without ipywidgets, the picture of the first.
 
     Args:
         draw: returns the picture of a number.
         choices: the numbers.
+        labels: what the slider shows for each of them, such as tokens; empty: the numbers.
     """
     try:
         import ipywidgets
         from IPython.display import display
     except ImportError:
         return draw(choices[0])
-    slider, below = ipywidgets.SelectionSlider(options=list(choices), value=choices[0]), ipywidgets.Output()
+    options = list(zip(labels or map(str, choices), choices, strict=True))
+    slider, below = ipywidgets.SelectionSlider(options=options, value=choices[0]), ipywidgets.Output()
 
     def show(change: Any) -> None:
         with below:  # an error is shown in place of the picture

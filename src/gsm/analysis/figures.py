@@ -358,7 +358,7 @@ def probes(axes: Axes, curves: Mapping[str, Mapping[int, Probe]]) -> None:
     axes.set_xticks(range(len(ticks)), [f"{tick:,}" for tick in ticks])
     axes.set_ylim(-0.02, 1.02)
     axes.tick_params(axis="x", rotation=30 if len(ticks) > 14 else 0)
-    finish(axes, "distance to the token asked for (tokens)", "held-out tokens found (fraction)")
+    finish(axes, "distance to the token asked for (tokens)", "held-out tokens found (fraction)", **RIGHT)
 
 
 def needles(axes: Axes, needle_map: NeedleMap, title: str = "") -> None:
@@ -450,7 +450,7 @@ def reach(axes: Axes, model: GSM, seen: Recording, names: Sequence[str], most: i
         axes.plot(range(len(labels)), weight_D, style.marker + style.line, color=style.colour, markersize=4, label=name)
     axes.set_xticks(range(len(labels)), labels)
     axes.set_ylim(0, None)
-    finish(axes, "distance (tokens)", "attention (fraction)")
+    finish(axes, "distance (tokens)", "attention (fraction)", **RIGHT)
 
 
 def sink_bars(axes: Axes, model: GSM, seen: Recording) -> None:
