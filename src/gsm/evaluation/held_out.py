@@ -13,9 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from gsm.analysis import overlap as overlaps
 from gsm.analysis.interventions import ablations
 from gsm.config.check import ConfigError
