@@ -173,7 +173,7 @@ def test_refusals_of_a_sweep():
         prompt_pair(token_T, token_T, 3, 5)
     pair = prompt_pair(token_T, (token_T + 1) % model.vocabulary, 3, 5)
     assert margins(model, pair)[0] != margins(model, pair)[1]
-    with pytest.raises(ValueError, match=r"^taps .* 20 .* got encoder/2/latent"):
+    with pytest.raises(ValueError, match=r"^taps .* 20 tokens, got encoder/2/latent"):
         sweep(model, pair, {"bank": "encoder/2/latent"}, [3])
     for tap, head in (("encoder/2/stream", 0), ("encoder/2/heads", 4), ("encoder/2/heads", -1)):
         with pytest.raises(ValueError, match=f"^taps .* got {tap}"):

@@ -292,7 +292,7 @@ def _sequences(
             indices = validation_indices(len(text.validation_set), text.validation_sequences)
         loader = text.val_dataloader()
         if isinstance(loader, Batches):  # they are counted before any is made
-            return lambda: text.validation(), sum(map(len, loader.plan())), indices
+            return text.validation, sum(map(len, loader.plan())), indices
         rows = list(text.validation())
         return lambda: rows, len(rows), indices
     if not hasattr(text, "train_set"):
