@@ -312,20 +312,17 @@ def show_costs(models: Sequence[str], size: str, lengths: Sequence[int]) -> Figu
     panels: dict[str, Callable[[Cost, int], float]] = {
         "prefill (GFLOP per token)": lambda cost, tokens: cost.prefill_flops(tokens).total() / tokens / 1e9,
         "decode (GB moved per token)": lambda cost, tokens: cost.decode_bytes(tokens).total() / 1e9,
-        "of it the decoder (MB)": lambda cost, tokens: _of_decoder(cost.decode_bytes(tokens)) / 1e6,
+        "by its decoder (MB moved per token)": lambda cost, tokens: _of_decoder(cost.decode_bytes(tokens)) / 1e6,
         "cache (MiB)": lambda cost, tokens: cost.cache_bytes(tokens).total() / 2**20,
     }
     figure, axes = plots.figure(2, width=WIDTH / 2, height=0.85 * HEIGHT, rows=2)
     for panel, (label, value) in zip(axes, panels.items(), strict=True):
         curves = {name: [{n: value(of_model, n) for n in lengths}] for name, of_model in costs.items()}
         plots.curves(panel, curves, "tokens", label)
-        panel.set(xscale="log", yscale="log")
+        plots.by_length(panel, lengths)
+        panel.set_yscale("log")
         plots.plain_numbers(panel.yaxis)
-    handles, names = axes[0].get_legend_handles_labels()
-    for panel in axes:
-        cast(Any, panel.get_legend()).remove()
-    below: dict[str, Any] = {"loc": "outside lower center", "ncols": len(names)}
-    figure.legend(handles, names, frameon=False, fontsize=plots.SMALL, **below)
+    plots.legend_below(axes)
     return figure
 
 
@@ -423,7 +420,7 @@ def show_increments(seen: Recording, words: Sequence[str] = ()) -> Figure:
     axes.set_ylim(0, None)
     if words:
         plots.tokens(axes.xaxis, words)
-    plots.finish(axes, "" if words else "position (tokens)", "Euclidean length of the vector", **figures.RIGHT)
+    plots.finish(axes, "" if words else "position (tokens)", "Euclidean length of the vector")
     return figure
 
 
@@ -450,5 +447,5 @@ def show_memory(model: LanguageModel, token_T: Tensor, lengths: Sequence[int]) -
     kibibytes = [[size.get(kind, 0) / 1024 for size in sizes] for kind in kinds]
     axes.stackplot(lengths, kibibytes, labels=[kind.replace("_", " ") for kind in kinds], colors=plots.COLOURS)
     axes.set(xlabel="tokens read", ylabel="memory (KiB)")
-    axes.legend(frameon=False, reverse=True, fontsize=8, **figures.RIGHT)
+    axes.legend(frameon=False, reverse=True, fontsize=8, **plots.RIGHT)
     return figure

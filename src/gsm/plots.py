@@ -41,7 +41,7 @@ FEW = 8  # curves with at most this number of points get markers, because a sing
 SMALL = 8  # smallest font size, in points
 LINE = 28  # characters of an arm's name in one line
 LETTER = 0.11  # inches per token label along its axis
-MANY = 6  # largest number of arms with a legend inside the axes
+RIGHT: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}  # a legend beside the axes
 REMEDY = f"pictures need matplotlib: {paths.install('plots')}"
 LABELS = {
     "accuracy": "questions answered (fraction)",
@@ -188,13 +188,20 @@ def pixels(made: Figure, dots_per_inch: int = 150) -> NDArray[np.uint8]:
 
 
 def finish(axes: Axes, x: str, y: str = "", title: str = "", **legend: Any) -> None:
-    """Set the labels of the axes, the title, and a legend if anything has a label; ``legend`` are options of it."""
+    """Set the labels of the axes, the title, and a legend beside the axes if anything has a label.
+
+    Args:
+        axes: what was drawn on.
+        x, y: labels, with units.
+        title: of the panel.
+        **legend: options of the legend; without any, `RIGHT`.
+    """
     axes.set_xlabel(x, fontsize=9)
     axes.set_ylabel(y, fontsize=9)
     if title:
         axes.set_title(title, fontsize=9)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=SMALL, **legend)
+        axes.legend(frameon=False, fontsize=SMALL, **(legend or RIGHT))
 
 
 def curves(axes: Axes, arms: Mapping[str, Sequence[Mapping[Any, float]]], x: str, y: str) -> None:
@@ -217,7 +224,7 @@ def curves(axes: Axes, arms: Mapping[str, Sequence[Mapping[Any, float]]], x: str
             axes.fill_between(
                 steps, list(map(min, values)), list(map(max, values)), color=style.colour, alpha=0.18, linewidth=0
             )
-    finish(axes, x, y, **_beside(names))
+    finish(axes, x, y)
 
 
 def together(seeds: Sequence[Mapping[Any, float]]) -> tuple[list[Any], list[list[float]]]:
@@ -241,8 +248,8 @@ def bands(axes: Axes, arms: Mapping[str, Mapping[int, tuple[float, float, float]
         how: dict[str, Any] = {"color": style.colour, "linestyle": style.line, "marker": style.marker}
         axes.plot(across, middle, label=names[arm], linewidth=1.4, markersize=3.5, **how)
         axes.fill_between(across, low, high, color=style.colour, alpha=0.18, linewidth=0)
-    _by_length(axes, {length for points in arms.values() for length in points})
-    finish(axes, x, y, **_beside(names))
+    by_length(axes, {length for points in arms.values() for length in points})
+    finish(axes, x, y)
 
 
 def cells(
@@ -310,13 +317,18 @@ def lengths(
         for line in axes.get_lines():
             line.set_marker(styles(named(arms).values())[str(line.get_label())].marker)
             line.set_markersize(4)
-        _by_length(axes, {length for seeds in arms.values() for seed in seeds for length in seed})
+        by_length(axes, {length for seeds in arms.values() for seed in seeds for length in seed})
         axes.set_title(task, fontsize=9)
-        legend = axes.get_legend()
-        if legend:
+    legend_below(panels)
+
+
+def legend_below(panels: Sequence[Axes]) -> None:
+    """Replace the legends of panels by that of the first one, below the figure, which grows if it has several lines."""
+    for axes in panels:
+        if legend := axes.get_legend():
             legend.remove()
-    handles, names = panels[-1].get_legend_handles_labels()
-    made = panels[-1].figure.get_figure(root=True)
+    handles, names = panels[0].get_legend_handles_labels()
+    made = panels[0].figure.get_figure(root=True)
     lines = [name.splitlines() for name in names] or [[""]]
     # Inches of a legend entry: the sample of a line, and the text.
     broad = 0.4 + 0.065 * max(len(line) for name in lines for line in name)
@@ -327,7 +339,7 @@ def lengths(
     made.legend(handles, names, frameon=False, fontsize=SMALL, **how)
 
 
-def _by_length(axes: Axes, lengths: Iterable[int]) -> None:
+def by_length(axes: Axes, lengths: Iterable[int]) -> None:
     """Give the x axis a logarithmic scale with a tick at each length, at most eight of them."""
     from matplotlib.ticker import NullFormatter
 
@@ -415,7 +427,7 @@ def against(axes: Axes, arms: Mapping[str, tuple[Sequence[float], Sequence[float
     axes.set_xscale("log")
     plain_numbers(axes.xaxis)
     axes.tick_params(axis="x", rotation=30)
-    finish(axes, x, y, **_beside(names))
+    finish(axes, x, y)
 
 
 def plain_numbers(axis: Axis) -> None:
@@ -452,12 +464,6 @@ def tokens(axis: Axis, words: Sequence[str], places: Sequence[float] | None = No
     numbers = list(range(len(words)) if places is None else places)
     axis.set_ticks(numbers[::step], labels=list(words)[::step])
     axis.set_tick_params(labelsize=SMALL - 2, rotation=90 if along_x else 0)
-
-
-def _beside(names: Mapping[str, str]) -> dict[str, Any]:
-    """Return options that put the legend to the right of the axes if there are many names, or long ones."""
-    wide = len(names) > MANY or any("\n" in name for name in names.values())
-    return {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if wide else {}
 
 
 def _spread(values: Sequence[float]) -> float | None:

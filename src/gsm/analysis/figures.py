@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 COLUMNS = 512  # largest number of columns of a map; more could not be distinguished
 LETTERED = 40  # largest number of columns with tokens written in the cells; with more, they would overlap
 BROUGHT_BACK = "of the answer, brought back"
-RIGHT: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}  # a legend to the right of the axes
 WEIGHT = "weight, mean of heads"
 BARS = (6, 1, 0, 4, 2, 3, 5)  # colours of bars; the first, black, is the unchanged model
 
@@ -54,7 +53,7 @@ def route(axes: Axes, routes: Routes, row: int, needle: Sequence[int] = (), word
     if words:
         plots.tokens(axes.xaxis, words[: row + 1])
     entry = f"{words[row]} at {row}" if words else str(row)
-    finish(axes, "" if words else "source position (tokens)", f"share of the entry of {entry}", **RIGHT)
+    finish(axes, "" if words else "source position (tokens)", f"share of the entry of {entry}")
 
 
 def route_map(
@@ -358,7 +357,7 @@ def probes(axes: Axes, curves: Mapping[str, Mapping[int, Probe]]) -> None:
     axes.set_xticks(range(len(ticks)), [f"{tick:,}" for tick in ticks])
     axes.set_ylim(-0.02, 1.02)
     axes.tick_params(axis="x", rotation=30 if len(ticks) > 14 else 0)
-    finish(axes, "distance to the token asked for (tokens)", "held-out tokens found (fraction)", **RIGHT)
+    finish(axes, "distance to the token asked for (tokens)", "held-out tokens found (fraction)")
 
 
 def needles(axes: Axes, needle_map: NeedleMap, title: str = "") -> None:
@@ -450,7 +449,7 @@ def reach(axes: Axes, model: GSM, seen: Recording, names: Sequence[str], most: i
         axes.plot(range(len(labels)), weight_D, style.marker + style.line, color=style.colour, markersize=4, label=name)
     axes.set_xticks(range(len(labels)), labels)
     axes.set_ylim(0, None)
-    finish(axes, "distance (tokens)", "attention (fraction)", **RIGHT)
+    finish(axes, "distance (tokens)", "attention (fraction)")
 
 
 def sink_bars(axes: Axes, model: GSM, seen: Recording) -> None:

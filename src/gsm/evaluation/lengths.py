@@ -169,6 +169,7 @@ class Lengths(Measure):
             y = f"loss minus that at {length_text(self.lengths[0])} tokens\n(nats a target; 95 % over windows)"
             plots.bands(axes, lines, "tokens of context and targets", y if axes is panels[0] else "")
             axes.set_title(documents.replace("_", " "), fontsize=9)
+        plots.legend_below(panels)
         return plots.png(figure)
 
     def metrics(self, measured: Measured) -> dict[str, Any]:

@@ -261,6 +261,7 @@ def _learning(learned: Mapping[str, Curves], across: str) -> Iterator[tuple[str,
             plots.curves(axes, {arm: list(runs.values()) for arm, runs in arms.items()}, across, name)
             if name not in map(plots.label, learned):
                 axes.axhline(0, color="#888888", linewidth=1)
+        plots.legend_below(places)
         yield "curves", figure
 
 
