@@ -38,7 +38,7 @@ HOME = {  # slot: its page
     "model/stage_query": "aggregation",
     "model/state_reader": "decoder",
     "model/writer": "writers",
-    "benchmark": "kernels",
+    "benchmark": "benchmarks",
     "data": "data",
     "experiment": "experiments",
     "optimizer": "training",

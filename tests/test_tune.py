@@ -414,9 +414,9 @@ def test_real_runs_are_tuned_and_one_that_diverges_counts_as_the_worst(
 def test_the_example_with_optuna_tunes_on_the_tuning_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """The code of docs/experiments.md, with a smaller model; a second start goes on with the study."""
+    """The code of docs/tuning.md, with a smaller model; a second start goes on with the study."""
     pytest.importorskip("optuna", reason="the extra all is not installed")
-    (code,) = re.findall(r"```python\n(import optuna.*?)```", (ROOT / "docs/experiments.md").read_text(), re.DOTALL)
+    (code,) = re.findall(r"```python\n(import optuna.*?)```", (ROOT / "docs/tuning.md").read_text(), re.DOTALL)
     (tmp_path / "text").mkdir()
     places = [f"data.path={tiny_text.write(tmp_path / 'text')}", f"data.cache_dir={tmp_path / 'cache'}"]
     smaller = [*TINY, *places, f"logs={tmp_path / 'logs'}", "trainer.max_steps=6"]

@@ -7,7 +7,7 @@ is the parent process, which trains nothing itself. ``gsm.experiments.runs`` fir
 ... arm=gsm start_from=...``, or ``python evaluate.py checkpoint=...``). The command can be stopped and repeated at any
 time.
 
-docs/experiments.md has the entries of a configuration.
+docs/experiments.md has the entries of a configuration, docs/tuning.md those of ``tune``.
 """
 
 from __future__ import annotations
