@@ -273,6 +273,16 @@ def test_curves_are_means_over_the_seeds_by_step_or_by_the_tokens_until_then(exp
     assert drawn[2].axes[0].get_xlabel() == "tokens trained on"
 
 
+def test_curves_have_the_names_for_readers(experiment: Path, drawn: list[Any]):
+    pytest.importorskip("matplotlib")
+    told = {"arms": {"paper": [], "control": []}, "labels": {"paper": "GSM", "accuracy": "answers"}}
+    (experiment / "experiment.json").write_text(json.dumps(told))
+    compare(str(experiment), columns="accuracy")
+    curves, values = drawn
+    assert [line.get_label() for line in curves.axes[0].lines] == ["GSM", "control"]
+    assert "minus GSM" in curves.axes[1].get_ylabel() and values.axes[0].get_xlabel() == "answers"
+
+
 def test_runs_that_were_tested_at_several_lengths_get_a_panel_for_each_task(tmp_path: Path, drawn: list[Any]):
     for arm, long in (("direct", 0.25), ("steps", 1.0)):
         for seed in (0, 1):
@@ -461,6 +471,9 @@ def test_fourteen_arms_look_different():
         ("val_loss", "held-out loss (nats per token)"),
         ("peak_memory_bytes", "peak memory (bytes)"),
         ("data.train_tokens", "data, train (tokens)"),
+        ("runs.plateau.train_seconds", "plateau: training time (s)"),
+        ("several/answered/65536", "several: questions answered at 65,536 tokens (fraction)"),
+        ("overlap/overlap/256/2", "overlap: overlap at 256 tokens, stage 2"),
         ("parameters", "parameters"),
     ],
 )

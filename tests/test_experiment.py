@@ -168,6 +168,8 @@ def test_arms_and_seeds_can_be_picked(tmp_path: Path, given: list[str], names: l
         ({"arms": {"plain": ["seed=3"]}}, "", r"^arms\.plain .*seed=3"),
         ({"arms": {"plain": ["model.stages=[", "a"]}}, "", r"^arms\.plain .*model\.stages=\["),
         ({"arms": {}}, "", "^arms .*{}"),
+        ({"labels": {"mhc": "plain"}}, "", "^labels .* plain "),
+        ({"labels": ["a"]}, "", r"^labels .*\['a'\]"),
     ],
 )
 def test_what_cannot_be_an_experiment_is_refused(given: dict[str, Any], words: str, sentence: str):

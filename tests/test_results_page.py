@@ -16,6 +16,7 @@ from test_compare import experiment, write_run
 from test_experiment import ask, fake, toy
 from test_explorer import browser
 
+from gsm import plots
 from gsm.config.check import ConfigError
 from gsm.config.command_line import command
 from gsm.experiments.compare import compare
@@ -70,6 +71,41 @@ def test_every_number_of_the_tables_is_on_the_page_too(experiment: Path):
     for row in rows:
         assert " ".join(row).replace("+-", "±") in page.text
     assert "mean and 95 % interval (paired Student's t) over the seeds that both arms have" in page.text
+
+
+def test_arms_and_columns_have_names_for_readers_there_and_keys_elsewhere(experiment: Path):
+    told = {"labels": {"paper": "GSM & state", "accuracy": "answers"}, "arms": {"paper": ["seed=0"], "control": []}}
+    (experiment / "experiment.json").write_text(json.dumps({**told, "table": ["accuracy", "val_loss"]}))
+    compare(str(experiment))
+    page, markdown = Page(experiment / "comparison.html").text, (experiment / "comparison.md").read_text()
+    loss = plots.label("val_loss")
+    assert f"arm runs answers {loss} GSM & state 3 0.9000" in page and f"minus GSM & state seeds answers {loss}" in page
+    assert f"| arm | runs | answers | {loss} |\n" in markdown and "| GSM & state | 3 | 0.9000" in markdown
+    for said in (page, markdown):
+        assert "paper is GSM & state" in said and "val_loss: " in said, "as the command line has them"
+    assert "GSM & state seed=0" in page.partition("What the arms differ in")[2]
+    assert (experiment / "comparison.csv").read_text().startswith("arm,seed,accuracy,val_loss\npaper,0,0.9,")
+    assert json.loads((experiment / "comparison.json").read_text())["arms"].keys() == {"paper", "control"}
+    assert list(experiment.glob("paper-seed-mean/events*")), "TensorBoard gives it the colour of the arm's runs"
+
+
+def test_the_labels_of_an_experiment_are_those_of_its_yaml_and_of_each_folder(tmp_path: Path, fake: None):
+    train_all(toy(tmp_path, "seeds=1", "labels={mhc: several streams}"))
+    assert "several streams 1 " in Page(tmp_path / "logs/toy/results.html").text
+    for folder, label in (("a", "one"), ("b", "two")):
+        write_run(tmp_path / folder, "paper", 0, 0.5)
+        (tmp_path / folder / "experiment.json").write_text(json.dumps({"labels": {"paper": label}}))
+    compare(str(tmp_path / "a"), str(tmp_path / "b"), output=str(tmp_path))
+    assert "a/one 1 " in (text := Page(tmp_path / "comparison.html").text) and "b/two 1 " in text
+
+
+def test_two_arms_never_share_a_name(tmp_path: Path):
+    for folder, arm in (("a", "paper"), ("b", "control")):
+        write_run(tmp_path / folder, arm, 0, 0.5)
+        (tmp_path / folder / "experiment.json").write_text(json.dumps({"labels": {arm: "GSM"}}))
+    compare(str(tmp_path / "a"), str(tmp_path / "b"), output=str(tmp_path))
+    text = Page(tmp_path / "comparison.html").text
+    assert "paper 1 " in text and "control 1 " in text
 
 
 @pytest.mark.parametrize("width", [500, 1400])

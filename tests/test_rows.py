@@ -17,7 +17,7 @@ from lightning import Trainer
 from records import change, write_run, write_trial
 from short_runs import folder_of
 
-from gsm import paths
+from gsm import paths, plots
 from gsm.config.address import TUNING
 from gsm.config.check import ConfigError
 from gsm.config.compose import compose
@@ -171,7 +171,7 @@ def test_a_table_beside_several_arms_has_the_differences_from_each(folder: Path,
     rows.publish(folder, tmp_path, ["bits_per_byte"])
     made = rows.table("residual bits_per_byte learning_rate against=plain,mhc", tmp_path)
     head, _, *lines = made.splitlines()
-    assert head == "| arm | runs | bits_per_byte | minus plain | minus mhc | learning_rate |"
+    assert head == f"| arm | runs | {plots.label('bits_per_byte')} | minus plain | minus mhc | learning rate |"
     cells = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")[1:] for line in lines if line[:1] == "|"}
     assert list(cells) == ["plain", "mhc"] and cells["plain"][2] == cells["mhc"][3] == "-"
     for arm, base, number in (("mhc", "plain", 2), ("plain", "mhc", 3)):
@@ -315,14 +315,17 @@ def test_the_picture_of_an_evaluation_by_length_has_a_line_an_arm_and_a_panel_a_
     assert ticks == [10**power for power in (3, 4, 5, 6, 7)], "of an axis of four decades"
 
 
-def test_arms_have_the_labels_of_their_experiments_yaml(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_arms_and_columns_have_the_labels_of_their_experiments_yaml(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     rows.publish(folder, tmp_path, ["bits_per_byte"])
     yaml = tmp_path / "configs/experiment/residual.yaml"
     yaml.parent.mkdir(parents=True)
-    yaml.write_text("labels:\n  plain: one stream\n  mhc_failed: failed\n")
+    yaml.write_text("labels:\n  plain: one stream\n  mhc_failed: failed\n  bits_per_byte: bits\n")
     monkeypatch.setattr(paths, "configs", lambda: tmp_path / "configs")
     made = rows.table("residual bits_per_byte arms=plain,mhc against=plain", tmp_path)
-    assert "minus one stream |" in made and "| one stream | 3 |" in made and "| mhc | 3 |" in made
+    assert made.startswith("| arm | runs | bits | minus one stream |")
+    assert "| one stream | 3 |" in made and "| mhc | 3 |" in made
     yaml.write_text("labels: {plain: one, mhc: one}\n")
     with pytest.raises(ConfigError, match=r"^labels\.(plain|mhc) .* one "):
         rows.table("residual bits_per_byte", tmp_path)

@@ -46,19 +46,28 @@ REMEDY = f"pictures need matplotlib: {paths.install('plots')}"
 LABELS = {
     "accuracy": "questions answered (fraction)",
     "answered": "questions answered (fraction)",
+    "bigram/new": "loss of new bigrams (nats per token)",
+    "bigram/seen": "loss of seen bigrams (nats per token)",
     "bits_per_byte": "bits per byte of held-out text",
     "cache_bytes": "everything remembered (bytes)",
     "decoder_bytes": "the decoder's own memory (bytes)",
     "isolated_all_targets": "perplexity",
+    "isolated_all_targets/full": "perplexity of all targets",
+    "overlap.chance": "shared by independent selections (fraction)",
+    "overlap.mean": "shared with the encoder's selection (fraction)",
     "state_bytes": "decoder's state (bytes)",
+    "stream": "perplexity of running text",
+    "stream/full": "perplexity of running text, all targets",
     "text/bits_per_byte": "bits per byte of held-out text",
     "train/loss": "training loss (nats per token)",
+    "train_seconds": "training time (s)",
     "tokens_per_second": "training speed (tokens/s)",
     "val/accuracy": "held-out questions answered (fraction)",
     "val/loss": "held-out loss (nats per token)",
     "val_loss": "held-out loss (nats per token)",
     "val_perplexity": "held-out perplexity",
 }
+BY_LENGTH = re.compile(r"(?P<run>[^/]+)/(?P<quantity>[a-z_]+)/(?P<length>\d+)")  # of an evaluation by length
 UNITS = {"bytes": "bytes", "seconds": "s", "tokens": "tokens", "gib": "GiB"}
 
 
@@ -102,12 +111,21 @@ def short(arms: Iterable[str]) -> dict[str, str]:
 
 
 def label(name: str) -> str:
-    """Return the label of an axis for a metric or a key of ``summary.json``, with the unit if it is known."""
+    """Return a metric or a key of ``summary.json`` in words, with the unit if it is known, for axes and heads.
+
+    The name of a run or a task stands in front: ``several: questions answered at 65,536 tokens (fraction)``.
+    """
     if name in LABELS:
         return LABELS[name]
-    task, _, key = name.partition(".")
-    if key in LABELS:
-        return f"{task}: {LABELS[key]}"
+    if by_length := re.fullmatch(rf"{BY_LENGTH.pattern}(?:/(?P<stage>\d+))?", name):
+        text, before, unit = label(by_length["quantity"]).partition(" (")
+        stage = f", stage {by_length['stage']}" if by_length["stage"] else ""
+        run = by_length["run"].replace("_", " ")
+        return f"{run}: {text} at {int(by_length['length']):,} tokens{stage}{before}{unit}"
+    name = name.removeprefix("runs.")
+    task, *keys = re.split(r"[./]", name, maxsplit=1)
+    if keys and keys[0] in LABELS:
+        return f"{task.replace('_', ' ')}: {LABELS[keys[0]]}"
     words = name.replace("/", ", ").replace(".", ", ").replace("_", " ")
     first, _, last = words.rpartition(" ")
     return f"{first} ({UNITS[last]})" if first and last in UNITS else words

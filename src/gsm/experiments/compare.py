@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gsm import plots
 from gsm.config.address import CONTENTS
@@ -24,6 +24,8 @@ from gsm.experiments.table import (
     USUAL,
     RunSummary,
     Table,
+    label_of,
+    mapping,
     measured,
     read_contents,
     read_otherwise,
@@ -201,7 +203,9 @@ def write(
         ConfigError: no run has such a metric.
         OSError: a file cannot be written; the error names it.
     """
-    by_arm = {row.arm: [run for run in table.runs if run.arm == row.arm] for row in table.rows}
+    names, labels = _names(table, folders)
+    shown = table.labelled(names, labels)
+    by_arm = {row.arm: [run for run in shown.runs if run.arm == row.arm] for row in shown.rows}
     curves = read_curves(by_arm, axis)
     learned = {name: curves.get(name, {}) for name in _chosen(curves, metric)}
     metric = next(iter(learned))
@@ -210,7 +214,7 @@ def write(
     missing = ""
     try:
         drawn |= _learning(learned, AXES[axis])
-        drawn |= _panels(table, by_arm)
+        drawn |= _panels(shown, by_arm)
         drawn |= states(by_arm, curves)
         if x:
             figure, (axes,) = plots.figure(height=3.2, width=5.2)
@@ -222,7 +226,7 @@ def write(
         f"{stem}_{name}.png": Picture(plots.png(figure), plots.svg(figure, name)) for name, figure in drawn.items()
     }
     runs = [run for each in folders for run in read_runs(each)]
-    report = Report(folder, folders, table, notes, pictures, missing, runs, _states(folders))
+    report = Report(folder, folders, shown, names, notes, pictures, missing, runs, _states(folders))
     contents = {
         f"{stem}.md": report.markdown().encode(),
         f"{stem}.csv": table.csv().encode(),
@@ -235,6 +239,7 @@ def write(
     opened = []
     if len(folders) == 1:
         by_step = curves if axis == "step" else read_curves(by_arm)
+        by_step = {name: dict(zip(names, of.values(), strict=True)) for name, of in by_step.items()}
         write_board(folder, by_step, stem, report.text(), drawn)
         opened = board_lines(folder, by_step)
     sentences = [missing] if missing else []
@@ -246,6 +251,17 @@ def write(
         sentences.append(f"not in the picture of {y} against {x}, as they lack one of the two: {', '.join(bare)}")
     sentences.append(f"written to {path_text(folder)}: {', '.join([f'{stem}.md, .csv, .json', *pictures])}")
     return [*sentences, f"all on one page, for a browser: {path_text(folder / f'{stem}.html')}", *opened]
+
+
+def _names(table: Table, folders: Sequence[Path]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the name of each arm on the page, and the labels of columns, by the experiments' last commands. Arms keep
+    their own names where two of them would have the same."""
+    labels = {folder: mapping(read_contents(folder).get("labels")) for folder in folders}
+    home = {run.arm: run.experiment for run in table.runs}
+    names = {row.arm: label_of(row.arm, labels.get(home.get(row.arm, folders[0]), {})) for row in table.rows}
+    if len({*names.values()}) < len(names):
+        names = {arm: arm for arm in names}
+    return names, {name: text for own in labels.values() for name, text in own.items()}
 
 
 def _learning(learned: Mapping[str, Curves], across: str) -> Iterator[tuple[str, Figure]]:
@@ -272,7 +288,7 @@ def _panels(table: Table, by_arm: ByArm) -> Iterator[tuple[str, Figure]]:
         lines = max(len(name.splitlines()) for name in plots.named(by_arm).values())
         figure, panels = plots.figure(columns=len(known), height=1.1 + (0.2 + 0.15 * lines) * len(by_arm))
         for axes, column in zip(panels, known, strict=True):
-            plots.seeds(axes, {arm: _numbers(runs, column) for arm, runs in by_arm.items()}, plots.label(column))
+            plots.seeds(axes, {arm: _numbers(runs, column) for arm, runs in by_arm.items()}, table.heads[column])
         for axes in panels[1:]:
             axes.tick_params(labelleft=False)  # the arms are those of the first panel
         yield "values", figure

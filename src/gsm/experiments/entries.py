@@ -26,7 +26,7 @@ NOT_FOR_RUNS = {*NOT_FOR_ARMS, "runs", "start_from"}
 RESERVED = ("checkpoint", "output")  # arguments of evaluate.py that the experiment sets
 SHAPES = {  # of the keys of an experiment, in words
     "arms": "names with lists of overrides, as {plain: [model/residual=plain]}",
-    "labels": "arms with the names that pages give them, as {plain: plain residual}",
+    "labels": "arms and columns with the names that pages give them, as {plain: plain residual}",
     "seeds": "a list of whole numbers, as [0,1,2], or 3 for the first three",
     "runs": "names with keys and values, as {train: {trainer.max_steps: 9}}",
     "tune": "keys with lists of values, as {optimizer.learning_rate: [1e-3, 2e-3]}",

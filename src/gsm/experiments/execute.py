@@ -32,7 +32,7 @@ from gsm.experiments.compare import apart, unfinished, write
 from gsm.experiments.entries import naming
 from gsm.experiments.jobs import Child, tail, work_off
 from gsm.experiments.runs import Experiment, Run, Trial, in_order
-from gsm.experiments.table import FOOTNOTE, Table, list_trial, number_text, read_runs
+from gsm.experiments.table import FOOTNOTE, Table, label_of, list_trial, number_text, read_runs
 from gsm.experiments.tune import Tuning
 from gsm.files import write_json
 from gsm.signals import SIGNALS
@@ -246,9 +246,10 @@ def _refuse_ranks() -> None:
 
 
 def _describe(experiment: Experiment, tuning: Tuning) -> None:
-    """Write the arms with their overrides, the columns of the table, and the overrides of the command, for `compare.py`
-    and notebooks."""
-    told = {"arms": experiment.arms | tuning.settled().arms, "table": experiment.columns}
+    """Write the arms with their overrides, the labels, the columns of the table, and the overrides of the command, for
+    `compare.py` and notebooks."""
+    arms = experiment.arms | tuning.settled().arms
+    told = {"arms": arms, "labels": experiment.labels, "table": experiment.columns}
     write_json(experiment.folder / CONTENTS, {**told, "overrides": list(experiment.given), **tuning.contents()})
 
 
@@ -289,7 +290,12 @@ def _conclude_evaluations(experiment: Experiment, table: Table) -> None:
         try:
             runs = [
                 measure.read(
-                    run.find_folder(), {"experiment": trial.config["name"], "arm": trial.arm, "seed": trial.seed}
+                    run.find_folder(),
+                    {
+                        "experiment": trial.config["name"],
+                        "arm": label_of(trial.arm, experiment.labels),
+                        "seed": trial.seed,
+                    },
                 )
                 for trial, run in pairs
             ]

@@ -23,7 +23,7 @@ from gsm.config.address import noted
 from gsm.config.check import flat
 from gsm.config.command_line import own_configs
 from gsm.config.options import opening
-from gsm.experiments.table import FOOTNOTE, RunSummary, Table, configs, mapping, read_contents, settings
+from gsm.experiments.table import FOOTNOTE, RunSummary, Table, configs, label_of, mapping, read_contents, settings
 from gsm.files import read_json
 from gsm.tables import Grid
 from gsm.training.callbacks.progress import clock
@@ -51,7 +51,8 @@ class Report:
     Attributes:
         place: the folder of the files; paths are relative to it.
         folders: of the experiments, ``logs/<name>``.
-        table: of their finished runs.
+        table: of their finished runs, labelled.
+        names: of the arms in the table, by those of the command line.
         notes: sentences below the table.
         pictures: by the names of their files.
         missing: a sentence in place of pictures; empty where there are pictures.
@@ -62,6 +63,7 @@ class Report:
     place: Path
     folders: Sequence[Path]
     table: Table
+    names: Mapping[str, str]
     notes: Sequence[str]
     pictures: Mapping[str, Picture]
     missing: str
@@ -82,8 +84,13 @@ class Report:
         """Return tables and notes, Markdown."""
         parts = [f"# {self.title}", *(f"{sentence}." for sentence in (*self.table.verdicts(), *self.table.baselines()))]
         parts += [self.table.markdown().rstrip(), f"{FOOTNOTE[0].upper()}{FOOTNOTE[1:]}."]
-        notes = [*self.table.meanings(), *self.notes]
+        notes = [*self.legend(), *self.notes]
         return "\n\n".join([*parts, *(["\n".join(f"* {note}" for note in notes)] if notes else [])])
+
+    def legend(self) -> list[str]:
+        """Return a line on the names of arms that the command line takes, and one for each column."""
+        arms = "; ".join(f"{arm} is {name}" for arm, name in self.names.items() if arm != name)
+        return [*([f"arms on the command line: {arms}"] if arms else []), *self.table.meanings()]
 
     def html(self) -> str:
         """Return the page: the same with further facts from the runs' folders. It is self-contained."""
@@ -102,7 +109,7 @@ class Report:
             grids=self.table.grids(),
             verdicts=self.table.verdicts(),
             baselines=self.table.baselines(),
-            meanings=self.table.meanings(),
+            legend=self.legend(),
             footnote=f"{FOOTNOTE[0].upper()}{FOOTNOTE[1:]}.",
             pictures=[(_words(name), Markup(picture.svg)) for name, picture in self.pictures.items()],
             about=PICTURES,
@@ -126,11 +133,14 @@ class Report:
 
     def _arms(self) -> list[tuple[str, str]]:
         """Return the overrides of each arm in the experiment's last command."""
-        described = [(folder, read_contents(folder).get("arms")) for folder in self.folders]
+        described = [(folder, read_contents(folder)) for folder in self.folders]
         return [
-            (str(arm) if len(described) == 1 else f"{folder.name}/{arm}", shlex.join(map(str, overrides)))
-            for folder, arms in described
-            for arm, overrides in mapping(arms).items()
+            (
+                label_of(arm if len(described) == 1 else f"{folder.name}/{arm}", mapping(contents.get("labels"))),
+                shlex.join(map(str, overrides)),
+            )
+            for folder, contents in described
+            for arm, overrides in mapping(contents.get("arms")).items()
             if isinstance(overrides, list)
         ]
 

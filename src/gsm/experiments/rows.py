@@ -14,8 +14,8 @@ rate. `picture=` draws every seed of the first column; with `x=<column>` the mea
     <!-- rows: residual bits_per_byte learning_rate against=mhc picture=residual.png -->
     <!-- end -->
 
-The same words after `picture:` are the picture without the table. Arms have the names that `labels` of their experiment
-gives them; a marker has those of the commands.
+The same words after `picture:` are the picture without the table. Arms and columns have the names that `labels` of
+their experiment gives them; a marker has those of the commands.
 
 `margin=` adds a test of equivalence of the column `<run>/bits_per_byte`, which `evaluate:` of an experiment measures:
 the arms' differences with an interval over seeds and an interval over books.
@@ -53,7 +53,6 @@ import shlex
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,7 @@ from gsm.config.address import TUNING, noted
 from gsm.config.check import ConfigError, flat, unknown
 from gsm.config.options import HIDDEN, opening
 from gsm.experiments import SEVERAL
-from gsm.experiments.table import MEANINGS, RunSummary, Table, read_otherwise, read_runs, summarise
+from gsm.experiments.table import BETTER, RunSummary, Table, label_of, read_otherwise, read_runs, summarise
 from gsm.files import damage, write_whole
 from gsm.intervals import Cell, over_windows
 from gsm.tables import Grid, grid_markdown, length_text
@@ -86,7 +85,6 @@ MARKED = re.compile(
     r"(<!-- (?P<kind>rows|picture|costs|measured|yamls|taps): (?P<words>[^\n]+?) -->)\n(?P<body>.*?)(<!-- end -->)",
     re.DOTALL,
 )
-BY_LENGTH = re.compile(r"(?P<run>[^/]+)/(?P<quantity>[a-z_]+)/(?P<length>\d+)")  # of an evaluation by length
 EXPERIMENT = re.compile(r"\bexperiment=(\w+)")  # in the command of a row
 CHANGE = re.compile(r"ln\((?P<after>[^\s:]+):(?P<before>[^\s:]+)\)")
 LENGTHS = (256, 4096, 65536)  # tokens before the one that is decoded
@@ -288,11 +286,11 @@ def table(words: str, folder: Path = RESULTS, logs: Path | None = None, alone: b
 
 
 def _image(made: Table, options: Mapping[str, str]) -> str:
-    column, first = made.columns[0], made.rows[0].arm
-    if BY_LENGTH.fullmatch(column):
+    column, first = made.heads[made.columns[0]], made.rows[0].arm
+    if plots.BY_LENGTH.fullmatch(made.columns[0]):
         shown = "mean and spread by length"
     elif "x" in options:
-        shown = f"mean {column} against {options['x']}"
+        shown = f"mean {column} against {plots.label(options['x'])}"
     elif options.get("draw") == "differences":
         shown = f"{column} minus {first}, mean and 95 % interval"
     else:
@@ -323,7 +321,7 @@ def equivalence(made: Table, margin: float) -> Grid:
     crosses an end of the margin.
     """
     column, first = next(name for name in made.columns if name.endswith(BITS)), made.rows[0].arm
-    grid = [[f"{column} minus {first}", "over seeds", "over books", f"within {margin:g}"]]
+    grid = [[f"{made.heads[column]} minus {first}", "over seeds", "over books", f"within {margin:g}"]]
     for arm, cells in made.differences().items():
         cell = cells[column]
         if cell.mean is not None and cell.spread is not None:
@@ -435,7 +433,8 @@ def picture(words: str, page: Path, folder: Path = RESULTS, logs: Path | None = 
     if not made.runs or "picture" not in options:
         return
     column, place = made.columns[0], page.parent / options["picture"]
-    if by_length := BY_LENGTH.fullmatch(column):
+    label = made.heads[column]
+    if by_length := plots.BY_LENGTH.fullmatch(column):
         write_whole(place, plots.png(plots.quantities(_by_length(made, by_length["run"]))))
         return
 
@@ -451,14 +450,14 @@ def picture(words: str, page: Path, folder: Path = RESULTS, logs: Path | None = 
     if "x" in options:
         across, up = values(options["x"]), values(column)
         pairs = {arm: (across[arm], up[arm]) for arm in up}
-        plots.against(axes, pairs, plots.label(options["x"]), plots.label(column))
+        plots.against(axes, pairs, plots.label(options["x"]), label)
     elif differences:
-        better = MEANINGS.get(column.rpartition("/")[2], "").rpartition("; ")[2]
-        label = f"{plots.label(column)}\nminus {made.rows[0].arm}" + (f"; {better}" if better else "")
+        better = BETTER.get(column.rpartition("/")[2])
+        label += f"\nminus {made.rows[0].arm}" + (f"; {better} is better" if better else "")
         apart = {arm: cells[column] for arm, cells in made.differences().items()}
         plots.differences(axes, apart, label, float(options.get("margin", 0)))
     else:
-        plots.seeds(axes, values(column), plots.label(column))
+        plots.seeds(axes, values(column), label)
     write_whole(place, plots.png(figure))
 
 
@@ -466,7 +465,7 @@ def _by_length(made: Table, run: str) -> dict[str, dict[str, list[dict[int, floa
     """Return all quantities of an evaluation by length: by quantity, by arm, for each seed its values by length."""
     points: dict[str, dict[str, list[dict[int, float]]]] = {}
     for each in made.runs:
-        known = [(match, each.value(name)) for name in each.summary if (match := BY_LENGTH.fullmatch(name))]
+        known = [(match, each.value(name)) for name in each.summary if (match := plots.BY_LENGTH.fullmatch(name))]
         values: dict[str, dict[int, float]] = {}
         for match, value in known:
             if match["run"] == run and value is not None:
@@ -490,8 +489,9 @@ def _parsed(words: str, folder: Path, logs: Path | None = None) -> tuple[str, Ta
         known_seeds = ", ".join(sorted(seeds, key=int))
         raise ConfigError(f"without must be seeds of {path.name}, {known_seeds}, got {options['without']}")
     trained = [run for run in known if str(run.seed) not in without]
+    changes = [*filter(None, map(CHANGE.fullmatch, columns))]
     for run in trained:
-        for change in filter(None, map(CHANGE.fullmatch, columns)):
+        for change in changes:
             ends = run.value(change["after"]), run.value(change["before"])
             run.summary[change[0]] = math.log(ends[0] / ends[1]) if ends[0] and ends[1] else None
     bases = options["against"].split(",") if "against" in options else []
@@ -501,32 +501,26 @@ def _parsed(words: str, folder: Path, logs: Path | None = None) -> tuple[str, Ta
         if with_runs and arm not in with_runs:
             raise unknown("arm", arm, with_runs, path.name)
     made = summarise(trained, columns, sorted(arms, key=lambda arm: arm not in bases[:1]))
-    shown = _shown(trained, [*(row.arm for row in made.rows), *bases])
-    labelled = [replace(row, arm=shown[row.arm]) for row in made.rows]
-    made = replace(made, rows=tuple(labelled), runs=tuple(replace(run, arm=shown[run.arm]) for run in made.runs))
-    return name, made, [shown[base] for base in bases] or [row.arm for row in labelled[:1]], options
+    ratios = {change[0]: f"ln({plots.label(change['after'])} / {plots.label(change['before'])})" for change in changes}
+    labels = ratios | _labels(trained)
+    shown: dict[str, str] = {}
+    for arm in dict.fromkeys([*(row.arm for row in made.rows), *bases]):
+        text = label_of(arm, labels)
+        if text in shown.values():
+            raise ConfigError(f"labels.{arm.partition(' ')[0]} must be the label of one arm, got {text} again")
+        shown[arm] = text
+    made = made.labelled(shown, labels)
+    return name, made, [shown[base] for base in bases] or [row.arm for row in made.rows[:1]], options
 
 
-def _shown(runs: Iterable[RunSummary], arms: Iterable[str]) -> dict[str, str]:
-    """Return the name of each arm on a page: its label, and what stands behind a space. Raises ConfigError."""
+def _labels(runs: Iterable[RunSummary]) -> dict[str, str]:
+    """Return the labels in the yamls of the experiments of runs, without those of a yaml that they build on."""
     commands = (EXPERIMENT.search(str(run.summary.get("command"))) for run in runs)
     labels: dict[str, str] = {}
     for experiment in sorted({match[1] for match in commands if match}):
-        labels |= _labels(experiment)
-    shown: dict[str, str] = {}
-    for arm in dict.fromkeys(arms):
-        first, space, rest = arm.partition(" ")
-        text = f"{labels.get(first, first)}{space}{rest}"
-        if text in shown.values():
-            raise ConfigError(f"labels.{first} must be the label of one arm, got {text} again")
-        shown[arm] = text
-    return shown
-
-
-def _labels(experiment: str) -> Mapping[str, str]:
-    """Return the labels in the yaml of an experiment, without those of a yaml that it builds on."""
-    path = paths.configs() / f"experiment/{experiment}.yaml"  # not composed: that takes seconds
-    return (OmegaConf.select(OmegaConf.load(path), "labels") if path.is_file() else None) or {}
+        path = paths.configs() / f"experiment/{experiment}.yaml"  # not composed: that takes seconds
+        labels |= (OmegaConf.select(OmegaConf.load(path), "labels") if path.is_file() else None) or {}
+    return labels
 
 
 def _nested(line: Mapping[str, str]) -> dict[str, Any]:

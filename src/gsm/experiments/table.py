@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from gsm import plots
 from gsm.config.address import CONFIG, CONTENTS, noted, of_all_seeds
 from gsm.config.check import few
 from gsm.files import read_json
@@ -31,17 +32,15 @@ FOOTNOTE = (
     "over the seeds that both arms have, from three on"
 )
 NGRAMS = {"unigram": "unigram", "bigram": "bigram", "five_gram": "5-gram"}  # <key>_bits_per_byte: name
-# The meanings of columns, and the better direction where it is the same for every experiment.
-MEANINGS = {
-    "accuracy": "fraction of the held-out questions answered; higher is better",
-    "bits_per_byte": "of held-out text; lower is better",
-    "cache_bytes": "everything that the model remembers of a sequence; lower is better",
-    "overlap.chance": "the same of two independent selections: K / visible entries, mean over the same rows",
-    "overlap.mean": "fraction of a stage's selected bank entries that its encoder layer selects too, mean over stages",
-    "state_bytes": "the shared state; lower is better",
-    "tokens_per_second": "of training; higher is better",
-    "val_loss": "held-out loss in nats per token; lower is better",
-    "val_perplexity": "of held-out text; lower is better",
+# The better direction of columns, where it is the same for every experiment.
+BETTER = {
+    "accuracy": "higher",
+    "bits_per_byte": "lower",
+    "cache_bytes": "lower",
+    "state_bytes": "lower",
+    "tokens_per_second": "higher",
+    "val_loss": "lower",
+    "val_perplexity": "lower",
 }
 
 
@@ -106,12 +105,24 @@ class Table:
 
     Attributes:
         tuned: by arm, the values that its runs were tuned to, by key, as texts.
+        heads: of a page (`labelled`), the columns in words; empty: the heads are their keys.
     """
 
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
     runs: tuple[RunSummary, ...] = field(repr=False)
     tuned: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    heads: Mapping[str, str] = field(default_factory=dict)
+
+    def labelled(self, arms: Mapping[str, str], labels: Mapping[str, Any]) -> Table:
+        """Return the table of a page, with these names of arms, and with these labels of columns or their words."""
+        return replace(
+            self,
+            rows=tuple(replace(row, arm=arms[row.arm]) for row in self.rows),
+            runs=tuple(replace(run, arm=arms[run.arm]) for run in self.runs),
+            tuned={arms.get(arm, arm): values for arm, values in self.tuned.items()},
+            heads={name: str(labels.get(name) or plots.label(name)) for name in self.columns},
+        )
 
     @property
     def measured(self) -> list[str]:
@@ -132,7 +143,7 @@ class Table:
 
         ``PROPERTIES`` have no spread where seeds agree, and no difference unless they are all that the table has.
         """
-        grids = [[["arm", "runs", *self._keys, *self.columns]]]
+        grids = [[["arm", "runs", *self._keys, *map(self._head, self.columns)]]]
         for row in self.rows:
             cells = {name: self._without_spread(name, cell) for name, cell in row.cells.items()}
             grids[0].append([row.arm, str(row.runs), *self._values(row.arm), *map(str, cells.values())])
@@ -140,7 +151,7 @@ class Table:
         for column in self.columns[:1] if len(seeds) > 1 else ():
             first = {(run.arm, run.seed): run.value(column) for run in self.runs if run.value(column) is not None}
             rows = [[row.arm, *(number_text(first.get((row.arm, seed))) for seed in seeds)] for row in self.rows]
-            grids.append([[column, *(f"seed {seed}" for seed in seeds)], *rows])
+            grids.append([[self._head(column), *(f"seed {seed}" for seed in seeds)], *rows])
         counts = {arm: max(cell.count for cell in cells.values()) for arm, cells in self.differences().items()}
         if max(counts.values(), default=0) > 1:
             rows = [
@@ -148,8 +159,11 @@ class Table:
                 for arm, cells in self.differences().items()
                 if counts[arm]
             ]
-            grids.append([[f"minus {self.rows[0].arm}", "seeds", *self.measured], *rows])
+            grids.append([[f"minus {self.rows[0].arm}", "seeds", *map(self._head, self.measured)], *rows])
         return grids
+
+    def _head(self, column: str) -> str:
+        return self.heads.get(column, column)
 
     @staticmethod
     def _without_spread(name: str, cell: Cell) -> Cell:
@@ -158,8 +172,7 @@ class Table:
     def verdicts(self) -> list[str]:
         """Return a sentence on the first column: arms that differ from the first, by a paired t-test at 95 %."""
         column = self.columns[0]
-        direction = MEANINGS.get(column, "").rpartition("; ")[2]
-        words = {"lower is better": ("better", "worse"), "higher is better": ("worse", "better")}.get(direction)
+        words = {"lower": ("better", "worse"), "higher": ("worse", "better")}.get(BETTER.get(column, ""))
         groups: dict[str, list[str]] = {}
         for arm, cells in self.differences().items():
             cell = cells[column]
@@ -170,7 +183,7 @@ class Table:
                 verdict = differs if cell.differs else unknown
                 groups.setdefault(verdict, []).append(f"{arm} ({cell}, {seeds})")
         verdicts = "; ".join(f"{verdict}: {', '.join(arms)}" for verdict, arms in groups.items())
-        title = f"{column} ({direction})" if words else column
+        title = f"{self._head(column)}{f' ({BETTER[column]} is better)' if words else ''}"
         return [f"{title}, beside {self.rows[0].arm}: {verdicts}"] if groups else []
 
     def baselines(self) -> list[str]:
@@ -191,8 +204,13 @@ class Table:
         return [f"bits per byte of n-gram models of the same training tokens: {'; '.join(parts)}"]
 
     def meanings(self) -> list[str]:
-        """Return a line for each column that needs one."""
-        return [f"{column}: {MEANINGS[column]}" for column in self.columns if column in MEANINGS]
+        """Return a line for each column that its key does not explain."""
+        words = {column: self.heads.get(column, plots.label(column)) for column in self.columns}
+        return [
+            f"{column}: {text}{f'; {BETTER[column]} is better' if column in BETTER else ''}"
+            for column, text in words.items()
+            if text != column.replace("_", " ")
+        ]
 
     def csv(self) -> str:
         """Return one line for each run, with numbers in full."""
@@ -338,11 +356,18 @@ def read_trial(folder: Path, line: Mapping[str, Any]) -> RunSummary:
 
 
 def read_contents(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return ``arms``, ``table``, ``overrides`` and ``tuned`` of the experiment's last command.
+    """Return ``arms``, ``labels``, ``table``, ``overrides`` and ``tuned`` of the experiment's last command.
 
     Empty where its runs were started one by one.
     """
     return read_json(Path(folder) / CONTENTS) or {}
+
+
+def label_of(arm: str, labels: Mapping[str, Any]) -> str:
+    """Return the name of an arm on a page: its label, with a folder before it and settings behind it as they are."""
+    name, space, rest = arm.partition(" ")
+    folder, slash, own = name.rpartition("/")
+    return f"{folder}{slash}{labels.get(own, own)}{space}{rest}"
 
 
 def measured(columns: Sequence[str], runs: Iterable[RunSummary]) -> list[str]:
