@@ -315,6 +315,19 @@ def test_the_picture_of_an_evaluation_by_length_has_a_line_an_arm_and_a_panel_a_
     assert ticks == [10**power for power in (3, 4, 5, 6, 7)], "of an axis of four decades"
 
 
+def test_the_stages_of_an_arm_are_drawn_together_with_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    names = "two/overlap/256/1,two/overlap/256/2,two/overlap/1024/1,two/overlap/1024/2,two/chance/256,two/chance/1024"
+    rows_of_seeds = [f"x,gsm,{seed},finished,validation,abc,0.3,0.4,0.{seed},0.2,0.25,0.125" for seed in (1, 3)]
+    (tmp_path / "x.csv").write_text("\n".join([f"experiment,arm,seed,status,split,commit,{names}", *rows_of_seeds]))
+    drawn: list[Any] = []
+    monkeypatch.setattr(rows.plots, "png", lambda figure: drawn.append(figure) or b"png")
+    page = tmp_path / "page.md"
+    page.write_text("<!-- picture: x two/overlap/256/1 draw=together picture=overlap.png -->\n<!-- end -->\n")
+    rows.main([str(page)], tmp_path)
+    ends = {line.get_label(): list(line.get_xydata()[1]) for line in drawn[0].axes[0].get_lines()}
+    assert ends == {"overlap, stage 1": [1024, 0.2], "overlap, stage 2": [1024, 0.2], "chance": [1024, 0.125]}
+
+
 def test_arms_and_columns_have_the_labels_of_their_experiments_yaml(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -67,7 +67,7 @@ LABELS = {
     "val_loss": "held-out loss (nats per token)",
     "val_perplexity": "held-out perplexity",
 }
-BY_LENGTH = re.compile(r"(?P<run>[^/]+)/(?P<quantity>[a-z_]+)/(?P<length>\d+)")  # of an evaluation by length
+BY_LENGTH = re.compile(r"(?P<run>[^/]+)/(?P<quantity>[a-z_]+)/(?P<length>\d+)(?:/(?P<stage>\d+))?")  # of an evaluation
 UNITS = {"bytes": "bytes", "seconds": "s", "tokens": "tokens", "gib": "GiB"}
 
 
@@ -117,7 +117,7 @@ def label(name: str) -> str:
     """
     if name in LABELS:
         return LABELS[name]
-    if by_length := re.fullmatch(rf"{BY_LENGTH.pattern}(?:/(?P<stage>\d+))?", name):
+    if by_length := BY_LENGTH.fullmatch(name):
         text, before, unit = label(by_length["quantity"]).partition(" (")
         stage = f", stage {by_length['stage']}" if by_length["stage"] else ""
         run = by_length["run"].replace("_", " ")
@@ -368,12 +368,23 @@ def by_length(axes: Axes, lengths: Iterable[int]) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
-def quantities(points: Mapping[str, Mapping[str, Sequence[Mapping[int, float]]]]) -> Figure:
-    """Return a figure with one panel per quantity over length: ``answered`` from 0 to 1, others on a logarithmic axis.
+def quantities(
+    points: Mapping[str, Mapping[str, Sequence[Mapping[int, float]]]], together: bool = False
+) -> Figure:
+    """Return a figure of quantities over length.
 
     Args:
         points: by quantity and arm, for each seed its values by length in tokens.
+        together: one panel, with a line for each quantity of a single arm; else a panel for each quantity, with a line
+            for each arm: ``answered`` from 0 to 1, others on a logarithmic axis.
     """
+    if together:
+        made, (axes,) = figure(width=5.2, height=2.9)
+        lines = {label(name): seeds for name, arms in points.items() for seeds in arms.values()}
+        curves(axes, lines, "length (tokens)", "fraction")
+        by_length(axes, {length for seeds in lines.values() for seed in seeds for length in seed})
+        axes.set_ylim(bottom=0)
+        return made
     made, panels = figure(columns=len(points), width=3.6, height=2.9)
     lengths(
         panels, {label(name): arms for name, arms in points.items()}, "length (tokens)", "", {label("answered"): 1.0}

@@ -9,7 +9,8 @@ A marker names a file of rows and its columns. The first arm, or `against=`, is 
 names their number. `arms=a,b` shows these arms. A column `ln(a:b)` is the logarithm of the ratio of two columns.
 `without=0,1` leaves out seeds, such as the seed that chose an arm. `split=tuning` shows the attempts of tuning, by
 rate. `picture=` draws every seed of the first column; with `x=<column>` the means against another column, with
-`draw=differences` each arm minus the first, with its interval:
+`draw=differences` each arm minus the first, with its interval. Of a column by length it draws every quantity of the
+evaluation over the length, in panels; with `draw=together` those of one arm in a single panel:
 
     <!-- rows: residual bits_per_byte learning_rate against=mhc picture=residual.png -->
     <!-- end -->
@@ -295,7 +296,8 @@ def _image(made: Table, options: Mapping[str, str]) -> str:
         shown = f"{column} minus {first}, mean and 95 % interval"
     else:
         shown = f"{column} of every seed"
-    return f"![{shown}, by arm]({options['picture']})"
+    apart = "quantity" if options.get("draw") == "together" else "arm"
+    return f"![{shown}, by {apart}]({options['picture']})"
 
 
 def beside(made: Table, bases: Sequence[str]) -> Grid:
@@ -433,9 +435,10 @@ def picture(words: str, page: Path, folder: Path = RESULTS, logs: Path | None = 
     if not made.runs or "picture" not in options:
         return
     column, place = made.columns[0], page.parent / options["picture"]
-    label = made.heads[column]
+    label, draw = made.heads[column], options.get("draw")
     if by_length := plots.BY_LENGTH.fullmatch(column):
-        write_whole(place, plots.png(plots.quantities(_by_length(made, by_length["run"]))))
+        points = _by_length(made, by_length["run"])
+        write_whole(place, plots.png(plots.quantities(points, draw == "together")))
         return
 
     def values(column: str) -> dict[str, list[float]]:
@@ -443,7 +446,6 @@ def picture(words: str, page: Path, folder: Path = RESULTS, logs: Path | None = 
         each = {row.arm: [run.value(column) for run in made.runs if run.arm == row.arm] for row in made.rows}
         return {arm: [x for x in some if x is not None] for arm, some in each.items()}
 
-    differences = options.get("draw") == "differences"
     lines = max(len(name.splitlines()) for name in plots.named(row.arm for row in made.rows).values())
     height = 3.2 if "x" in options else 1.0 + (0.12 + 0.13 * lines) * len(made.rows)
     figure, (axes,) = plots.figure(width=5.2, height=height)
@@ -451,7 +453,7 @@ def picture(words: str, page: Path, folder: Path = RESULTS, logs: Path | None = 
         across, up = values(options["x"]), values(column)
         pairs = {arm: (across[arm], up[arm]) for arm in up}
         plots.against(axes, pairs, plots.label(options["x"]), label)
-    elif differences:
+    elif draw == "differences":
         better = BETTER.get(column.rpartition("/")[2])
         label += f"\nminus {made.rows[0].arm}" + (f"; {better} is better" if better else "")
         apart = {arm: cells[column] for arm, cells in made.differences().items()}
@@ -469,7 +471,8 @@ def _by_length(made: Table, run: str) -> dict[str, dict[str, list[dict[int, floa
         values: dict[str, dict[int, float]] = {}
         for match, value in known:
             if match["run"] == run and value is not None:
-                values.setdefault(match["quantity"], {})[int(match["length"])] = value
+                stage = f", stage {match['stage']}" if match["stage"] else ""
+                values.setdefault(f"{match['quantity']}{stage}", {})[int(match["length"])] = value
         for quantity, by_length in values.items():
             points.setdefault(quantity, {}).setdefault(each.arm, []).append(by_length)
     return points
