@@ -368,9 +368,7 @@ def by_length(axes: Axes, lengths: Iterable[int]) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
-def quantities(
-    points: Mapping[str, Mapping[str, Sequence[Mapping[int, float]]]], together: bool = False
-) -> Figure:
+def quantities(points: Mapping[str, Mapping[str, Sequence[Mapping[int, float]]]], together: bool = False) -> Figure:
     """Return a figure of quantities over length.
 
     Args:
