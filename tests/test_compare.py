@@ -273,6 +273,17 @@ def test_curves_are_means_over_the_seeds_by_step_or_by_the_tokens_until_then(exp
     assert drawn[2].axes[0].get_xlabel() == "tokens trained on"
 
 
+def test_a_legend_below_names_what_any_panel_shows():
+    pytest.importorskip("matplotlib")
+    figure, panels = plots.figure(2)
+    plots.curves(panels[0], {"a": [{1: 1.0}], "b": []}, "x", "y")
+    plots.curves(panels[1], {"a": [{1: 1.0}], "b": [{1: 2.0}]}, "x", "y")
+    plots.legend_below(panels)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["a", "b"]
+    assert [axes.get_legend() for axes in panels] == [None, None]
+
+
 def test_curves_have_the_names_for_readers(experiment: Path, drawn: list[Any]):
     pytest.importorskip("matplotlib")
     told = {"arms": {"paper": [], "control": []}, "labels": {"paper": "GSM", "accuracy": "answers"}}
@@ -329,8 +340,8 @@ def test_arms_with_long_names_leave_room_for_what_is_drawn(
         for axes in figure.axes:
             box = axes.get_window_extent().transformed(figure.dpi_scale_trans.inverted())
             assert box.width > 1.2 and box.height > 1
-            legend = axes.get_legend()
-            assert legend is None or not legend.get_window_extent().overlaps(axes.get_window_extent())
+            for legend in filter(None, [axes.get_legend(), *figure.legends]):
+                assert not legend.get_window_extent().overlaps(axes.get_window_extent())
 
 
 def test_final_values_and_pairs_are_those_of_the_summaries(experiment: Path, drawn: list[Any]):
@@ -473,7 +484,7 @@ def test_fourteen_arms_look_different():
         ("data.train_tokens", "data, train (tokens)"),
         ("runs.plateau.train_seconds", "plateau: training time (s)"),
         ("several/answered/65536", "several: questions answered at 65,536 tokens (fraction)"),
-        ("overlap/overlap/256/2", "overlap: overlap at 256 tokens, stage 2"),
+        ("overlap/overlap/256/2", "overlap: overlap at 256 tokens, stage 2 (fraction)"),
         ("parameters", "parameters"),
     ],
 )

@@ -89,23 +89,28 @@ def test_arms_and_columns_have_names_for_readers_there_and_keys_elsewhere(experi
     assert list(experiment.glob("paper-seed-mean/events*")), "TensorBoard gives it the colour of the arm's runs"
 
 
-def test_the_labels_of_an_experiment_are_those_of_its_yaml_and_of_each_folder(tmp_path: Path, fake: None):
+def test_what_is_printed_has_the_names_of_the_commands(experiment: Path, capsys: pytest.CaptureFixture[str]):
+    (experiment / "experiment.json").write_text(json.dumps({"labels": {"control": "GSM"}}))
+    for path in experiment.glob("control-seed*/metrics.jsonl"):
+        path.unlink()
+    compare(str(experiment))
+    said = capsys.readouterr().out
+    assert said.count("control") > 1 and "GSM" not in said
+
+
+def test_the_labels_of_an_experiment_are_those_of_its_yaml(tmp_path: Path, fake: None):
     train_all(toy(tmp_path, "seeds=1", "labels={mhc: several streams}"))
     assert "several streams 1 " in Page(tmp_path / "logs/toy/results.html").text
-    for folder, label in (("a", "one"), ("b", "two")):
-        write_run(tmp_path / folder, "paper", 0, 0.5)
-        (tmp_path / folder / "experiment.json").write_text(json.dumps({"labels": {"paper": label}}))
-    compare(str(tmp_path / "a"), str(tmp_path / "b"), output=str(tmp_path))
-    assert "a/one 1 " in (text := Page(tmp_path / "comparison.html").text) and "b/two 1 " in text
 
 
-def test_two_arms_never_share_a_name(tmp_path: Path):
+def test_a_page_of_several_experiments_has_the_names_of_the_commands(tmp_path: Path):
     for folder, arm in (("a", "paper"), ("b", "control")):
         write_run(tmp_path / folder, arm, 0, 0.5)
-        (tmp_path / folder / "experiment.json").write_text(json.dumps({"labels": {arm: "GSM"}}))
+        told = {"arms": {arm: ["seed=0"]}, "labels": {arm: "GSM"}}
+        (tmp_path / folder / "experiment.json").write_text(json.dumps(told))
     compare(str(tmp_path / "a"), str(tmp_path / "b"), output=str(tmp_path))
     text = Page(tmp_path / "comparison.html").text
-    assert "paper 1 " in text and "control 1 " in text
+    assert "paper 1 " in text and "b/control seed=0" in text and "GSM" not in text
 
 
 @pytest.mark.parametrize("width", [500, 1400])

@@ -98,7 +98,7 @@ def test_a_verdict_needs_a_difference_that_a_paired_t_test_finds(tmp_path: Path)
     pair = [run for run in read_runs(tmp_path) if run.seed < 2 and run.arm in ("first", "near")]
     assert "too few seeds to tell: near (+0.0000, 2 seeds)" in summarise(pair, ["val_loss"]).verdicts()[0]
     assert not over_pairs([(20 / 512, 14 / 512), (19 / 512, 13 / 512)]).differs, "one difference, twice, by chance"
-    loss, overlap = summarise(pair, ["val_loss", "overlap.mean", "parameters"]).meanings()
+    loss, overlap = summarise(pair, ["val_loss", "overlap.mean", "parameters", "by_load.wait.8"]).meanings()
     assert loss.startswith("val_loss: ") and loss.endswith("; lower is better"), "parameters need no explanation"
     assert overlap.startswith("overlap.mean: ") and "is better" not in overlap
 

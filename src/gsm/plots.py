@@ -50,15 +50,16 @@ LABELS = {
     "bigram/seen": "loss of seen bigrams (nats per token)",
     "bits_per_byte": "bits per byte of held-out text",
     "cache_bytes": "everything remembered (bytes)",
+    "chance": "overlap by chance (fraction)",
     "decoder_bytes": "the decoder's own memory (bytes)",
     "isolated_all_targets": "perplexity",
     "isolated_all_targets/full": "perplexity of all targets",
+    "overlap": "overlap (fraction)",
     "overlap.chance": "shared by independent selections (fraction)",
     "overlap.mean": "shared with the encoder's selection (fraction)",
     "state_bytes": "decoder's state (bytes)",
     "stream": "perplexity of running text",
     "stream/full": "perplexity of running text, all targets",
-    "text/bits_per_byte": "bits per byte of held-out text",
     "train/loss": "training loss (nats per token)",
     "train_seconds": "training time (s)",
     "tokens_per_second": "training speed (tokens/s)",
@@ -341,24 +342,34 @@ def lengths(
 
 
 def legend_below(panels: Sequence[Axes]) -> None:
-    """Replace the legends of panels by that of the first one, below the figure, which grows if it has several lines."""
+    """Replace the legends of panels by one below their figure, which grows if that has several lines.
+
+    Args:
+        panels: axes of one figure (``figure``); a name in several of them has one look.
+    """
+    handles: dict[str, Any] = {}
     for axes in panels:
+        handles |= {name: handle for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
         if legend := axes.get_legend():
             legend.remove()
-    handles, names = panels[0].get_legend_handles_labels()
     made = panels[0].figure.get_figure(root=True)
-    lines = [name.splitlines() for name in names] or [[""]]
+    lines = [name.splitlines() for name in handles] or [[""]]
     # Inches of a legend entry: the sample of a line, and the text.
     broad = 0.4 + 0.065 * max(len(line) for name in lines for line in name)
     rows = -(-len(lines) // max(1, int(made.get_figwidth() / broad)))
     columns = -(-len(lines) // rows)
     made.set_figheight(made.get_figheight() + 0.15 * (rows * max(map(len, lines)) - 1))  # room for more lines
     how: dict[str, Any] = {"loc": "outside lower center", "ncols": columns}
-    made.legend(handles, names, frameon=False, fontsize=SMALL, **how)
+    made.legend([*handles.values()], [*handles], frameon=False, fontsize=SMALL, **how)
 
 
 def by_length(axes: Axes, lengths: Iterable[int]) -> None:
-    """Give the x axis a logarithmic scale with a tick at each length, at most eight of them."""
+    """Give the x axis a logarithmic scale with a tick at each length, at most eight of them.
+
+    Args:
+        axes: to draw on.
+        lengths: in tokens.
+    """
     from matplotlib.ticker import NullFormatter
 
     ticks = sorted(lengths)
@@ -368,25 +379,30 @@ def by_length(axes: Axes, lengths: Iterable[int]) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
-def quantities(points: Mapping[str, Mapping[str, Sequence[Mapping[int, float]]]], together: bool = False) -> Figure:
-    """Return a figure of quantities over length.
+def quantities(points: Mapping[str, Mapping[str, Sequence[Mapping[int, float]]]]) -> Figure:
+    """Return a figure with one panel per quantity over length: ``answered`` from 0 to 1, others on a logarithmic axis.
 
     Args:
         points: by quantity and arm, for each seed its values by length in tokens.
-        together: one panel, with a line for each quantity of a single arm; else a panel for each quantity, with a line
-            for each arm: ``answered`` from 0 to 1, others on a logarithmic axis.
     """
-    if together:
-        made, (axes,) = figure(width=5.2, height=2.9)
-        lines = {label(name): seeds for name, arms in points.items() for seeds in arms.values()}
-        curves(axes, lines, "length (tokens)", "fraction")
-        by_length(axes, {length for seeds in lines.values() for seed in seeds for length in seed})
-        axes.set_ylim(bottom=0)
-        return made
     made, panels = figure(columns=len(points), width=3.6, height=2.9)
     lengths(
         panels, {label(name): arms for name, arms in points.items()}, "length (tokens)", "", {label("answered"): 1.0}
     )
+    return made
+
+
+def over_length(lines: Mapping[str, Sequence[Mapping[int, float]]], y: str) -> Figure:
+    """Return a figure with one panel, which has a line for each quantity over length, from zero.
+
+    Args:
+        lines: by quantity, for each seed its values by length in tokens.
+        y: label of the y axis, with the unit that all of them have.
+    """
+    made, (axes,) = figure(width=5.2, height=2.9)
+    curves(axes, lines, "length (tokens)", y)
+    by_length(axes, {length for seeds in lines.values() for seed in seeds for length in seed})
+    axes.set_ylim(bottom=0)
     return made
 
 

@@ -24,9 +24,9 @@ from gsm.experiments.table import (
     USUAL,
     RunSummary,
     Table,
-    label_of,
     mapping,
     measured,
+    names_of,
     read_contents,
     read_otherwise,
     read_runs,
@@ -203,9 +203,11 @@ def write(
         ConfigError: no run has such a metric.
         OSError: a file cannot be written; the error names it.
     """
-    names, labels = _names(table, folders)
+    contents = read_contents(folders[0]) if len(folders) == 1 else {}  # several experiments may name one arm otherwise
+    labels = mapping(contents.get("labels"))
+    names = names_of([*(row.arm for row in table.rows), *mapping(contents.get("arms"))], labels)
     shown = table.labelled(names, labels)
-    by_arm = {row.arm: [run for run in shown.runs if run.arm == row.arm] for row in shown.rows}
+    by_arm = {row.arm: [run for run in table.runs if run.arm == row.arm] for row in table.rows}
     curves = read_curves(by_arm, axis)
     learned = {name: curves.get(name, {}) for name in _chosen(curves, metric)}
     metric = next(iter(learned))
@@ -213,12 +215,13 @@ def write(
     drawn: dict[str, Figure] = {}
     missing = ""
     try:
-        drawn |= _learning(learned, AXES[axis])
-        drawn |= _panels(shown, by_arm)
-        drawn |= states(by_arm, curves)
+        named_runs = _renamed(by_arm, names)
+        drawn |= _learning({name: _renamed(of, names) for name, of in learned.items()}, AXES[axis])
+        drawn |= _panels(shown, named_runs)
+        drawn |= states(named_runs, {name: _renamed(of, names) for name, of in curves.items()})
         if x:
             figure, (axes,) = plots.figure(height=3.2, width=5.2)
-            plots.against(axes, points, plots.label(x), plots.label(y))
+            plots.against(axes, _renamed(points, names), *(labels.get(key) or plots.label(key) for key in (x, y)))
             drawn[f"{y}_by_{x}"] = figure
     except ImportError as error:  # matplotlib is an extra; the numbers do not need it
         missing = str(error)
@@ -239,7 +242,6 @@ def write(
     opened = []
     if len(folders) == 1:
         by_step = curves if axis == "step" else read_curves(by_arm)
-        by_step = {name: dict(zip(names, of.values(), strict=True)) for name, of in by_step.items()}
         write_board(folder, by_step, stem, report.text(), drawn)
         opened = board_lines(folder, by_step)
     sentences = [missing] if missing else []
@@ -253,15 +255,8 @@ def write(
     return [*sentences, f"all on one page, for a browser: {path_text(folder / f'{stem}.html')}", *opened]
 
 
-def _names(table: Table, folders: Sequence[Path]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the name of each arm on the page, and the labels of columns, by the experiments' last commands. Arms keep
-    their own names where two of them would have the same."""
-    labels = {folder: mapping(read_contents(folder).get("labels")) for folder in folders}
-    home = {run.arm: run.experiment for run in table.runs}
-    names = {row.arm: label_of(row.arm, labels.get(home.get(row.arm, folders[0]), {})) for row in table.rows}
-    if len({*names.values()}) < len(names):
-        names = {arm: arm for arm in names}
-    return names, {name: text for own in labels.values() for name, text in own.items()}
+def _renamed(by_arm: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {names[arm]: of for arm, of in by_arm.items()}
 
 
 def _learning(learned: Mapping[str, Curves], across: str) -> Iterator[tuple[str, Figure]]:

@@ -32,7 +32,7 @@ from gsm.experiments.compare import apart, unfinished, write
 from gsm.experiments.entries import naming
 from gsm.experiments.jobs import Child, tail, work_off
 from gsm.experiments.runs import Experiment, Run, Trial, in_order
-from gsm.experiments.table import FOOTNOTE, Table, label_of, list_trial, number_text, read_runs
+from gsm.experiments.table import FOOTNOTE, Table, list_trial, number_text, read_runs
 from gsm.experiments.tune import Tuning
 from gsm.files import write_json
 from gsm.signals import SIGNALS
@@ -291,11 +291,7 @@ def _conclude_evaluations(experiment: Experiment, table: Table) -> None:
             runs = [
                 measure.read(
                     run.find_folder(),
-                    {
-                        "experiment": trial.config["name"],
-                        "arm": label_of(trial.arm, experiment.labels),
-                        "seed": trial.seed,
-                    },
+                    {"experiment": trial.config["name"], "arm": experiment.names[trial.arm], "seed": trial.seed},
                 )
                 for trial, run in pairs
             ]

@@ -23,7 +23,7 @@ from gsm.config.address import noted
 from gsm.config.check import flat
 from gsm.config.command_line import own_configs
 from gsm.config.options import opening
-from gsm.experiments.table import FOOTNOTE, RunSummary, Table, configs, label_of, mapping, read_contents, settings
+from gsm.experiments.table import FOOTNOTE, RunSummary, Table, configs, mapping, read_contents, settings
 from gsm.files import read_json
 from gsm.tables import Grid
 from gsm.training.callbacks.progress import clock
@@ -52,7 +52,7 @@ class Report:
         place: the folder of the files; paths are relative to it.
         folders: of the experiments, ``logs/<name>``.
         table: of their finished runs, labelled.
-        names: of the arms in the table, by those of the command line.
+        names: of the arms, by those of the command line.
         notes: sentences below the table.
         pictures: by the names of their files.
         missing: a sentence in place of pictures; empty where there are pictures.
@@ -136,7 +136,7 @@ class Report:
         described = [(folder, read_contents(folder)) for folder in self.folders]
         return [
             (
-                label_of(arm if len(described) == 1 else f"{folder.name}/{arm}", mapping(contents.get("labels"))),
+                self.names.get(arm, arm) if len(described) == 1 else f"{folder.name}/{arm}",
                 shlex.join(map(str, overrides)),
             )
             for folder, contents in described

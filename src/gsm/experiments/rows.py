@@ -65,7 +65,7 @@ from gsm.config.address import TUNING, noted
 from gsm.config.check import ConfigError, flat, unknown
 from gsm.config.options import HIDDEN, opening
 from gsm.experiments import SEVERAL
-from gsm.experiments.table import BETTER, RunSummary, Table, label_of, read_otherwise, read_runs, summarise
+from gsm.experiments.table import BETTER, RunSummary, Table, names_of, read_otherwise, read_runs, summarise
 from gsm.files import damage, write_whole
 from gsm.intervals import Cell, over_windows
 from gsm.tables import Grid, grid_markdown, length_text
@@ -438,7 +438,14 @@ def picture(words: str, page: Path, folder: Path = RESULTS, logs: Path | None = 
     label, draw = made.heads[column], options.get("draw")
     if by_length := plots.BY_LENGTH.fullmatch(column):
         points = _by_length(made, by_length["run"])
-        write_whole(place, plots.png(plots.quantities(points, draw == "together")))
+        if draw != "together":
+            drawn = plots.quantities(points)
+        elif len(made.rows) == 1:
+            lines = {quantity.replace("_", " "): seeds for quantity, arms in points.items() for seeds in arms.values()}
+            drawn = plots.over_length(lines, plots.label(by_length["quantity"]))
+        else:
+            raise ConfigError(f"arms must be one arm for draw=together, got {', '.join(row.arm for row in made.rows)}")
+        write_whole(place, plots.png(drawn))
         return
 
     def values(column: str) -> dict[str, list[float]]:
@@ -506,12 +513,7 @@ def _parsed(words: str, folder: Path, logs: Path | None = None) -> tuple[str, Ta
     made = summarise(trained, columns, sorted(arms, key=lambda arm: arm not in bases[:1]))
     ratios = {change[0]: f"ln({plots.label(change['after'])} / {plots.label(change['before'])})" for change in changes}
     labels = ratios | _labels(trained)
-    shown: dict[str, str] = {}
-    for arm in dict.fromkeys([*(row.arm for row in made.rows), *bases]):
-        text = label_of(arm, labels)
-        if text in shown.values():
-            raise ConfigError(f"labels.{arm.partition(' ')[0]} must be the label of one arm, got {text} again")
-        shown[arm] = text
+    shown = names_of([*(row.arm for row in made.rows), *bases], labels)
     made = made.labelled(shown, labels)
     return name, made, [shown[base] for base in bases] or [row.arm for row in made.rows[:1]], options
 

@@ -36,7 +36,7 @@ from gsm.experiments.entries import (
     read_chosen,
     read_keys,
 )
-from gsm.experiments.table import USUAL, RunSummary, Table, label_of, measured, read_runs, read_trial, summarise
+from gsm.experiments.table import USUAL, RunSummary, Table, measured, names_of, read_runs, read_trial, summarise
 from gsm.files import read_json, write_json
 from gsm.training.folder import finished as training_finished
 from gsm.training.run import open_data
@@ -163,7 +163,8 @@ class Experiment:
         arms: all arms by name, with their overrides.
         chosen: the names of those to train.
         seeds: to train them with.
-        labels: names of arms and columns on pages.
+        labels: of arms and columns on pages, as given.
+        names: of all arms on pages.
         columns: of the table; by default those of ``USUAL`` that its runs have.
         tune: the values to try, see `gsm.experiments.tune`; empty for none.
 
@@ -178,9 +179,7 @@ class Experiment:
         self.config, self.given, self.flags = config, given, flags
         self.arms = read_arms(keys.arms or {str(config["arm"]): []})
         self.labels = keys.labels or {}
-        shown = [label_of(arm, self.labels) for arm in self.arms]
-        if again := [text for text in shown if shown.count(text) > 1]:
-            raise ConfigError(f"labels must have one label for each arm, got {again[0]} again")
+        self.names = names_of(self.arms, self.labels)
         self.chosen = read_chosen(config["arm"], self.arms) if "arm" in typed else list(self.arms)
         seeds = [config["seed"]] if keys.seeds is None or "seed" in typed else keys.seeds
         self.seeds, self.columns, self.tune = list(dict.fromkeys(seeds)), keys.table or list(USUAL), keys.tune or {}

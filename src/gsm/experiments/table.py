@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 from gsm import plots
 from gsm.config.address import CONFIG, CONTENTS, noted, of_all_seeds
-from gsm.config.check import few
+from gsm.config.check import ConfigError, few
 from gsm.files import read_json
 from gsm.intervals import Cell, over_pairs, over_seeds
 from gsm.tables import WIDTH, Grid, grid_csv, grid_markdown, grid_text, number_text
@@ -115,7 +116,12 @@ class Table:
     heads: Mapping[str, str] = field(default_factory=dict)
 
     def labelled(self, arms: Mapping[str, str], labels: Mapping[str, Any]) -> Table:
-        """Return the table of a page, with these names of arms, and with these labels of columns or their words."""
+        """Return the table of a page.
+
+        Args:
+            arms: the name on the page of every arm (``names_of``).
+            labels: of columns, by their keys; a column without one gets the words of its key.
+        """
         return replace(
             self,
             rows=tuple(replace(row, arm=arms[row.arm]) for row in self.rows),
@@ -183,7 +189,7 @@ class Table:
                 verdict = differs if cell.differs else unknown
                 groups.setdefault(verdict, []).append(f"{arm} ({cell}, {seeds})")
         verdicts = "; ".join(f"{verdict}: {', '.join(arms)}" for verdict, arms in groups.items())
-        title = f"{self._head(column)}{f' ({BETTER[column]} is better)' if words else ''}"
+        title = f"{self._head(column)}{f'; {BETTER[column]} is better' if words else ''}"
         return [f"{title}, beside {self.rows[0].arm}: {verdicts}"] if groups else []
 
     def baselines(self) -> list[str]:
@@ -209,7 +215,7 @@ class Table:
         return [
             f"{column}: {text}{f'; {BETTER[column]} is better' if column in BETTER else ''}"
             for column, text in words.items()
-            if text != column.replace("_", " ")
+            if re.split(r"[\W_]+", text) != re.split(r"[\W_]+", column)
         ]
 
     def csv(self) -> str:
@@ -363,11 +369,19 @@ def read_contents(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return read_json(Path(folder) / CONTENTS) or {}
 
 
-def label_of(arm: str, labels: Mapping[str, Any]) -> str:
-    """Return the name of an arm on a page: its label, with a folder before it and settings behind it as they are."""
-    name, space, rest = arm.partition(" ")
-    folder, slash, own = name.rpartition("/")
-    return f"{folder}{slash}{labels.get(own, own)}{space}{rest}"
+def names_of(arms: Iterable[str], labels: Mapping[str, Any]) -> dict[str, str]:
+    """Return the name of each arm on a page: its label, with what stands behind a space as it is.
+
+    Raises ConfigError for a label that two arms have.
+    """
+    names: dict[str, str] = {}
+    for arm in dict.fromkeys(arms):
+        own, space, rest = arm.partition(" ")
+        name = f"{labels.get(own, own)}{space}{rest}"
+        if name in names.values():
+            raise ConfigError(f"labels.{own} must be the label of one arm, got {name} again")
+        names[arm] = name
+    return names
 
 
 def measured(columns: Sequence[str], runs: Iterable[RunSummary]) -> list[str]:
