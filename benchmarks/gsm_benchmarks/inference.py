@@ -29,6 +29,7 @@ from gsm.costs.model import cost
 from gsm.costs.room import needs, refusal
 from gsm.data.module import TextData
 from gsm.engine import Engine
+from gsm.errors import within
 from gsm.layers.operations import OPS
 from gsm.models.base import LanguageModel
 from gsm.tables import length_text
@@ -113,9 +114,8 @@ def run(
     how = Asked(**asked)
     if how.results:
         return show(Path(how.results))
-    counts = {"batch_size": batch_size, "chunk": chunk, "steps": steps, "runs": runs, "warm_up": warm_up + 1}
-    if min([*counts.values(), *(lengths or [1])]) < 1:
-        raise ValueError(f"{counts}, lengths {lengths}: give 1 or more, and warm_up 0 or more")
+    within(1, batch_size=batch_size, chunk=chunk, steps=steps, runs=runs, lengths=min(lengths) if lengths else None)
+    within(0, warm_up=warm_up)
     if dtype not in (None, *WIDTHS):
         raise ValueError(f"dtype must be {', '.join(WIDTHS)} or null, got {dtype}")
     where = machine.chosen(how.device)

@@ -27,9 +27,9 @@ CGROUP = Path("/sys/fs/cgroup")
 def chosen(device: str) -> torch.device:
     """The device by name; `auto`: a GPU if there is one. Raises ValueError if there is no such device here."""
     if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device is '{device}'; say cpu, cuda or auto")
+        raise ValueError(f"device must be cpu, cuda or auto, got {device}")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is 'cuda', but PyTorch sees no GPU here; say cpu or auto")
+        raise ValueError("device must be cpu or auto where PyTorch sees no GPU, got cuda")
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 

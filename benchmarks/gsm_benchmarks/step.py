@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from gsm.config.load import instantiate
 from gsm.engine import Engine
+from gsm.errors import within
 from gsm.models.geometry import Geometry
 from gsm.training.heap import keep_freed
 
@@ -61,11 +62,9 @@ def run(
     how = Asked(**asked)
     if how.results:
         return _show(Path(how.results))
-    if min(batch_size, rounds) < 1 or (context is not None and context < 1) or not set(dtypes) <= set(DTYPES):
-        raise ValueError(
-            f"batch_size {batch_size}, context {context}, rounds {rounds}: give 1 or more; dtypes {list(dtypes)}: "
-            f"there are {', '.join(DTYPES)}"
-        )
+    within(1, batch_size=batch_size, context=context, rounds=rounds)
+    if not set(dtypes) <= set(DTYPES):
+        raise ValueError(f"dtypes must be a list of {' and '.join(DTYPES)}, got {list(dtypes)}")
     where = machine.chosen(how.device)
     if where.type != "cpu":
         raise ValueError(f"device must be cpu, got {where.type}")

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gsm.config.load import instantiate
+from gsm.errors import within
 from gsm.evaluation.divided import Ranks, join
 from gsm.layers.operations import OPS
 from gsm.models.base import LanguageModel
@@ -93,10 +94,8 @@ def run(
     how = Asked(**asked)
     if how.results:
         return _show(Path(how.results))
-    if min(batch_size, steps) < 1 or warm_up < 0 or (context is not None and context < 1):
-        raise ValueError(
-            f"batch_size {batch_size}, context {context}, steps {steps}, warm_up {warm_up}: give 1 or more"
-        )
+    within(1, batch_size=batch_size, context=context, steps=steps)
+    within(0, warm_up=warm_up)
     where = machine.chosen(how.device)
     chosen = read_models(models)
     size = one_size(chosen, size, "0p5b" if where.type == "cuda" else "nano")

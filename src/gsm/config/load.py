@@ -123,7 +123,7 @@ def _changed(node: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def as_in_file() -> Iterator[None]:
-    """Raise ConfigError for any error of a part that is built from the values of a file."""
+    """Raise ConfigError where a part cannot be built from the values of a file."""
     try:
         yield
     except InstantiationException as error:

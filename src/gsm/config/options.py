@@ -80,9 +80,9 @@ def mapping(file: Path) -> Mapping[str, Any]:
 
 
 def reference(script: str, folders: Sequence[Path]) -> dict[str, Any]:
-    """Return all keys that a script's configuration may have: those of its yaml, and those of any yaml of its groups.
+    """Return every key that a script's configuration may have, from its yaml and from all yamls of its groups.
 
-    A value is one of them, unresolved.
+    A key has the unresolved value of one yaml that sets it.
     """
     script_yaml = paths.configs() / f"{script}.yaml"
     keys = {key: value for key, value in mapping(script_yaml).items() if key not in ("defaults", "hydra")}

@@ -103,10 +103,10 @@ def _summary(run: Path) -> dict[str, Any]:
 
 
 def origin(path: str) -> tuple[str, dict[str, Any]]:
-    """Return the folder that ``start_from`` names, and where the weights in it come from.
+    """Return the folder that ``start_from`` names, and what identifies its weights.
 
-    That is the address of a run, that of its settings without the seed, and the step (None: its end); of a model
-    without a run the digest of its weights.
+    For a run these are its address, the address of its settings without the seed, and the step (None: its end); for a
+    model without a run, the digest of its weights.
 
     Raises ConfigError where several runs have the name, and as ``read_checkpoint`` does.
     """

@@ -1,13 +1,13 @@
-"""`RulerData`: questions with their answers, to teach a trained model the form of RULER's tasks. B batch, T positions.
+"""`RulerData`: questions with answers that teach a trained model the form of RULER's tasks. B batch, T positions.
 
     direct   <prompt> 8262683 END
     cot      <prompt> told here: <needle> It is about <key>, as asked. Final answer: 8262683 END
-    both     the one or the other by turns: to teach retrieval itself, before a model is adapted to either
+    both     direct and cot by turns: teaches retrieval, before a model is adapted to one of the two
 
-Both forms have the same prompts, to the letter. Only the answers differ, and training predicts the answers alone. The
-chain of thought retrieves the needle, verifies its key and answers. Its words are ours, since the paper gives the last
-ones alone. Example number i is a function of (seed, i, length). A pass takes all examples in order, and the lengths
-follow one another step by step: the paper's 512 examples are 64 steps of 8, at 4K, 8K, 16K, 32K, ...
+The two forms have the same prompts, and training predicts only the answers. The chain of thought repeats the needle,
+verifies its key and answers; its words are ours, since the paper prints only the last ones. Example i is a function of
+(seed, i, length). A pass takes all examples in order, and the length changes with each step: the paper's 512 examples
+are 64 steps of 8, at 4K, 8K, 16K, 32K, ...
 """
 
 from __future__ import annotations

@@ -42,10 +42,10 @@ class Story(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """The task, for sequences of any length that holds its smallest load; each kind is as frequent as the others.
+    """Draw sequences with a random load: one of the kinds, then one of its amounts. A sequence must hold the smallest.
 
     Attributes:
-        loads: by kind, the amounts that are drawn from, each as often as the others.
+        loads: by kind, the amounts to draw from, all equally likely.
         keys, values, fillers: number of ids of each.
         asked: questions of a sequence at most.
         needles: number of needles where the load is to wait.

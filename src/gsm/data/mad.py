@@ -81,11 +81,11 @@ class InContextRecall(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class FuzzyRecall(Checked):
-    """Keys and values of one to three tokens; at every key that has occurred before, its whole value is the target.
+    """Keys and values of up to ``longest`` tokens. If a key has occurred before, its value is the target.
 
     Attributes:
-        keys, values: how many ids keys and values are made of; those of one key, or one value, differ.
-        longest: tokens of a key, and of a value, at most.
+        keys, values: number of ids that keys, and values, are made of; a single key or value has no id twice.
+        longest: largest number of tokens of a key, and of a value.
     """
 
     keys: int = 7

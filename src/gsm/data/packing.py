@@ -146,8 +146,8 @@ def validation_indices(count: int, limit: int | None) -> np.ndarray:
 
 
 def indices_outside(sequences: Sequences, windows: Sequences, count: int) -> np.ndarray:
-    """Return the sequences that share no id, targets included, with ``count`` windows of the same split spread evenly:
-    int64, ascending."""
+    """Return the ascending indices, int64, of the sequences that, with their targets, overlap none of ``count`` windows
+    spread evenly over the same split."""
     first = np.arange(len(sequences), dtype=np.int64) * sequences.context
     begin = validation_indices(len(windows), count) * windows.context
     begun = np.searchsorted(begin, first + sequences.context, side="right")  # windows up to a sequence's last target

@@ -192,8 +192,12 @@ class Needle(Alphabet):
         return self._ask(random, token_T, at_Q, said_QN, self.wait)
 
     def _story(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Return keys and values of the needles, int64 [pairs, 2]; and for each possible question its key and the
-        tokens of its answer, int64 [askable, 1 + answer_tokens]."""
+        """Draw the needles of a sequence, and every question that may be asked about them.
+
+        Returns:
+            Key and value of each needle, int64 [pairs, 2].
+            Key and answer of each question, int64 [askable, 1 + answer_tokens].
+        """
         needle_P2 = np.stack(self._pairs(random), axis=1)
         return needle_P2, needle_P2
 
@@ -237,14 +241,13 @@ class Chain(Needle):
 
 @dataclass(frozen=True, kw_only=True)
 class Paraphrase(Needle):
-    """Needles that have one name of a key, with questions by another (Modarressi et al., 2025, NoLiMa).
+    """Needles with one name of a key, and questions with another name of it (Modarressi et al., 2025, NoLiMa).
 
-    Nothing in a sequence says which needle a question is about: weights have to hold which names mean the same.
+    Which names mean the same key is told in no sequence: the weights have to hold it.
 
-    With three names or more, training never pairs a needle by the first name of a key with a question by the second, or
-    the reverse. Nor does any training sequence contain first and second names together, of any keys. A model that
-    answers these questions has learned the meanings: the first name means the same as the third, and the third the same
-    as the second.
+    With three names or more, training keeps the first names and the second names of all keys in separate sequences. A
+    model that answers a question by a second name about a needle by a first name (``left_out``) has combined two facts:
+    the first name means the same as the third, and the third the same as the second.
 
     Attributes:
         keys: the names of all keys together.

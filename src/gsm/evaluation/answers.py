@@ -124,7 +124,7 @@ class Answers(Measure):
         ]
 
     def notes(self, arms: Arms) -> list[str]:
-        """Return a sentence."""
+        """Return a line with the numbers of sequences, and what counts as answered."""
         numbers = ", ".join(f"{self.count(length)} of {length:,} tokens" for length in self.answers)
         return [
             f"sequences: {numbers}; answered: share of questions whose most likely tokens are the answer; of several "

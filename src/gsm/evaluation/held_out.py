@@ -277,8 +277,8 @@ def _plain_number(value: Any) -> bool:
 def _sequences(
     text: Any, split: str, sequences: int, outside: Sequence[int]
 ) -> tuple[Callable[[], Iterable[Any]], int, Any]:
-    """Return a function that returns the sequences of a split from the beginning, their number, and their indices (None
-    for a user's data module without indices)."""
+    """Return a function that starts an iteration over a split, its number of sequences, and their indices; None for a
+    user's data module without indices."""
     if outside:
         if not isinstance(text, TextData):
             raise ConfigError("outside must be left out, as these data are no text; or use data= or path=")
@@ -322,7 +322,7 @@ def _text(one: Measured) -> str:
 
 
 def _share(one: Measured) -> list[str]:
-    """Return a line on the measured part of other text: training would hold out only a part of it."""
+    """Return a line that says how much of a split of other text was measured; none for synthetic data."""
     asked = one.settings["questions"]
     data, split = asked["data"], asked["split"]
     if f"{split}_files" not in data:

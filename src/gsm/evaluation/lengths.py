@@ -128,8 +128,10 @@ class Lengths(Measure):
         measured.fill(parts, compute, progress)
 
     def tables(self, arms: Arms) -> list[Grid]:
-        """Return lengths by arms, with all targets of the full windows below; the difference of each arm's loss from
-        the first arm's; the usual perplexity (for several runs exp of the mean loss); and the paper's."""
+        """Return each arm's perplexity by length, its loss minus the first arm's, and its perplexity on held-out text.
+
+        Perplexity over several seeds is exp of the mean loss. At the paper's longest length the paper's table follows.
+        """
         grids = []
         for documents in self.documents:
             rows = {f"{n:,}": self._scored(documents, n) for n in self.lengths}
@@ -149,7 +151,7 @@ class Lengths(Measure):
         return grids
 
     def notes(self, arms: Arms) -> list[str]:
-        """Return a sentence."""
+        """Return a line that says which targets are scored, and what brackets and seeds mean."""
         return [
             f"{self.windows} windows, the last {self.scored or self.lengths[0]:,} targets of each; perplexity of the "
             "same targets at the end of every window, brackets: 95 % bootstrap interval over windows; of several "

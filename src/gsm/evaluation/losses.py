@@ -1,5 +1,5 @@
-"""Losses of a model on sequences: as a whole, by the number of tokens before a token in its document, and of tokens
-that complete a bigram seen before in the document.
+"""Losses of a model on sequences: over all targets, by position in the document, and by the distance from the last
+occurrence of the same bigram in the document.
 
 B sequences, T positions, N rows of all sequences, S sequences with sums of their own, P buckets, D width, V vocabulary.
 """
@@ -125,8 +125,10 @@ def row_losses(out: Output, targets_BR: Tensor, vocabulary: int) -> Tensor:
 
 
 def distances(token_BT: Tensor, target_BT: Tensor, documents_BT: Tensor) -> Tensor:
-    """Return the number of tokens since the bigram of a token and its target last occurred in the same document and
-    sequence, int64 [B, T]; 0 for a new bigram, and for a target that is not the next token. Arguments int64 [B, T]."""
+    """Return how many tokens ago each bigram (token, target) last occurred in its document within the sequence.
+
+    0 stands for a new bigram, and for a target that is not the next token. Arguments and result: int64 [B, T].
+    """
     index_BT = torch.arange(token_BT.shape[1], device=token_BT.device).expand_as(token_BT)
     next_BT = torch.cat([token_BT[:, 1:], target_BT[:, -1:]], dim=1)
     start_BT, size = index_BT - document_positions(documents_BT), int(max(token_BT.max(), target_BT.max())) + 1

@@ -11,14 +11,14 @@ import yaml
 
 @dataclass(frozen=True)
 class Published:
-    """A table of downstream tasks.
+    """A table of the paper with results on downstream tasks.
 
     Attributes:
         table: its name in the paper.
-        columns: its models.
-        average: their unweighted means over the tasks.
-        rows: by task, the metric for ``dense`` models and for those with a ``mixture`` of experts, and the ``values``
-            in the order of the columns (none where the paper gives averages alone).
+        columns: names of the models.
+        average: unweighted mean over the tasks, for each model.
+        rows: by task, the metrics of ``dense`` models and of a ``mixture`` of experts, and the ``values`` for each
+            model (empty where the paper prints only averages).
     """
 
     table: str

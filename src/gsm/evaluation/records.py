@@ -271,11 +271,12 @@ def over_units(seeds: Sequence[Sequence[Record]]) -> tuple[float, float, float]:
 def minus(
     title: str, arms: Arms, rows: Rows, unit: Sequence[str], strata: Sequence[str] = (), **text: Any
 ) -> list[Grid]:
-    """Return a table of every other arm minus the first, with the 95 % interval of the paired bootstrap over units; no
-    table for a single arm.
+    """Return a list with the table of each later arm minus the first; empty for a single arm.
 
-    A unit counts with the mean of its values over the seeds that both arms have. All strata have the same weight. A
-    cell is ``-`` without a common seed.
+    Intervals are 95 %, from the paired bootstrap over units.
+
+    The value of a unit is its mean over the seeds that both arms have. All strata weigh the same. A cell is ``-``
+    where the two arms share no seed.
 
     Args:
         title: stands before the name of the first arm.

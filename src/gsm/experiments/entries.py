@@ -145,7 +145,7 @@ def flat_entries(where: str, entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _line(run: str, name: str, value: Any) -> str:
-    """Return a key of a run as an override; a group has a slash in front, so that values below it can be given too."""
+    """Return a key of a run with its value as an override. Raises ConfigError for a group without its leading slash."""
     if isinstance(value, str) and is_group(name):
         raise ConfigError(f"runs.{run}.{name} must be written /{name}: {value}, got a key without the slash of a group")
     return f"{name.removeprefix('/')}={quoted(value)}"

@@ -90,20 +90,20 @@ def work_off(
     start: Callable[[Run], Child],
     ended: Callable[[Run, int | None, Child | None], None],
 ) -> int | None:
-    """Start runs in their order, each after the run that it waits for, ``at_once`` at a time.
+    """Start runs in order, at most ``at_once`` at a time, each after the run that it depends on.
 
-    A run that is finished when its turn comes is not started. Neither is a run that waits for a failed one.
+    Skip a run that is finished when its turn comes, and a run that depends on a failed one.
 
     Args:
-        runs: a run that one of them waits for is finished, or one of them.
+        runs: with every run that one of them depends on, unless that is finished.
         at_once: 1 or more.
-        start: starts one.
-        ended: is called with a run, its exit code and its process. Without a process, code 0 stands for a run that was
-            finished, None for a run that could not be started.
+        start: starts a run, and returns its process.
+        ended: is called with each run, its exit code and its process. A skipped run has no process; its code is 0 if it
+            was finished, None if it depends on a failed one.
 
     Returns:
-        None when all have ended by themselves. After a signal, its number: all processes got it and have ended, and no
-        other was started.
+        None once all have ended by themselves. After a signal, its number: all processes received it and have ended,
+        and no further run was started.
     """
     waiting, failed = list(runs), set()
     running: dict[Run, Child] = {}

@@ -200,7 +200,7 @@ def note(config: Mapping[str, Any]) -> None:
 
 
 def compared_with_last(config: Mapping[str, Any]) -> str:
-    """Return a sentence on the latest run with the same label and another address; empty where there is none."""
+    """Return a line that names the keys in which this run differs from the latest one with the same label, or ""."""
     folder = Path(config["folder"])
     labelled = [path for path in named(folder.parent / config["label"]) if path != folder]
     there = noted(max(labelled, key=started)) if labelled else {}

@@ -55,11 +55,11 @@ class Means:
 
 
 class OverBatches:
-    """Scale the gradients of accumulated batches, so that they belong to one mean over what all batches count.
+    """Make gradients of accumulated batches equal those of one large batch.
 
-    What a step counts is known only after its last batch. So losses are weighed by their number relative to the first
-    batch, and gradients are corrected once, before the step. If all batches have equal numbers, both factors are
-    exactly 1.
+    The count of a step (of its targets, or rows) is known only after its last batch. So each loss is scaled by its
+    count over the first batch's, and the gradients are corrected once, before the step. If all batches have equal
+    counts, both factors are exactly 1.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class OverBatches:
         self._unit: Tensor | None = None  # number in its first batch that has any
 
     def weigh(self, loss: Tensor, count: Tensor) -> Tensor:
-        """Return the loss of the next batch, a mean over ``count``, times ``count`` over that of the first."""
+        """Scale a batch's mean loss by its ``count`` over the first batch's count."""
         count = count.to(torch.promote_types(loss.dtype, torch.float32))
         if self._total is None or self._unit is None:
             self._total = self._unit = count
@@ -76,8 +76,11 @@ class OverBatches:
         return loss * (count / self._unit.clamp(min=1))
 
     def correction(self, divisor: int) -> Tensor | None:
-        """End a step: return the factor for gradients of losses that were weighed, and divided by ``divisor`` as if
-        equal; None if no loss was weighed."""
+        """Return the factor that corrects the summed gradients, and begin a new step; None if no loss was weighed.
+
+        Args:
+            divisor: by which every loss was divided, as if all batches had equal counts.
+        """
         if self._total is None or self._unit is None:
             return None
         factor = divisor * self._unit.clamp(min=1) / self._total.clamp(min=1)

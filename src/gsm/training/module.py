@@ -190,7 +190,7 @@ class LanguageModeling(lightning.LightningModule):
             self._load_LE = None
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Log the means of the interval that ends here, and have the last step validated too.
+        """Log the means at the end of a logging interval, and stop after the last step, so that it is validated too.
 
         Raises FloatingPointError, on all ranks, where a loss or a gradient of the interval was not finite.
         """
@@ -202,7 +202,7 @@ class LanguageModeling(lightning.LightningModule):
             self.trainer.should_stop = True
 
     def validation_step(self, batch: Mapping[str, Tensor], _: int) -> None:
-        """Add one batch to the means."""
+        """Add a batch's loss, bytes and accuracy to the means of validation."""
         out, target_BT = self(batch)
         counted_BT = target_BT != IGNORED
         count = counted_BT.sum()
@@ -258,7 +258,7 @@ class LanguageModeling(lightning.LightningModule):
         return strategy.sequences if isinstance(strategy, Sharded) else None
 
     def _of_ranks(self, mean: Tensor, count: Tensor, total: Tensor) -> Tensor:
-        """Weight a mean over this rank's ``count``, such that its mean over the ranks is the mean over ``total``."""
+        """Scale this rank's mean by its share of ``total``, so that averaging over the ranks gives the mean of all."""
         world = self.trainer.world_size
         return mean if world == 1 else mean * (world * count) / total.clamp(min=1)
 

@@ -53,9 +53,11 @@ class AdamW:
             raise ConfigError(f"betas must be two numbers in [0, 1), such as [0.9, 0.95], got {list(self.betas)}")
 
     def build(self, groups: Mapping[str, Sequence[nn.Parameter]], half: bool = False) -> torch.optim.Optimizer:
-        """Build an optimiser with a group of trained parameters for each entry of ``groups``, with its name.
+        """Build an optimiser with one named parameter group for each entry of ``groups``, without frozen parameters.
 
-        ``half``: the model computes in bfloat16, so that the optimiser may, too.
+        Args:
+            groups: parameters by the name of their group.
+            half: whether the model computes in bfloat16; then the optimiser may, too.
         """
         return self._adamw(groups, self.learning_rate)
 

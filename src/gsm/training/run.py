@@ -202,8 +202,7 @@ def assemble(
 
 
 def differing(config: Mapping[str, Any]) -> list[str]:
-    """Return the keys in which the arms of a run's experiment differ, from the experiment's description; none for a run
-    that is no arm of one."""
+    """Return the keys in which the arms of this run's experiment differ; empty outside an experiment."""
     arms = (read_json(Path(config["folder"]).parent / CONTENTS) or {}).get("arms")
     arms = arms if isinstance(arms, Mapping) and config["arm"] in arms else {}
     lines = (line for overrides in arms.values() if isinstance(overrides, list) for line in overrides)

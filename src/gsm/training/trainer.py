@@ -137,7 +137,7 @@ def refuse_context(trainer: lightning.Trainer) -> None:
 
 
 def refuse_early(config: Mapping[str, Any]) -> None:
-    """Check the model, optimiser, task and trainer of a run before the runs that it depends on. Raises ConfigError."""
+    """Check a run's model, optimiser, task and trainer before the runs that it depends on start. Raises ConfigError."""
     if "model" in config:
         sketch(config)
     if "optimizer" in config:
@@ -312,7 +312,8 @@ def refuse_arguments(chosen: Mapping[str, Any]) -> None:
 
 
 def _with_backend(strategy: Mapping[str, Any], accelerator: str | None) -> dict[str, Any]:
-    """On GPUs, objects and checkpoints travel from host to host (gloo): then no GPU is waited for."""
+    """Return a strategy with its backend. With GPUs, objects and checkpoints go from host to host by gloo, so no GPU
+    waits for them."""
     gpu = accelerator != "cpu" and torch.cuda.is_available()
     chosen = strategy.get("process_group_backend") or ("cpu:gloo,cuda:nccl" if gpu else "gloo")
     return {**strategy, "process_group_backend": chosen}

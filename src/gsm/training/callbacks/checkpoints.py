@@ -85,7 +85,7 @@ class Latest(Checkpoint):
         self.save(trainer)
 
     def on_save_checkpoint(self, trainer: lightning.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Note whether a run can go on from here, or only the model is of use."""
+        """Note whether an exact resume is possible from this checkpoint."""
         checkpoint["settled"] = self.settled
 
     def save(self, trainer: lightning.Trainer) -> None:
@@ -166,8 +166,7 @@ class Folders(CheckpointIO):
 
 
 def save(trainer: lightning.Trainer, run: Path) -> None:
-    """Save this step of a run, unless it is there, once the files of all loggers are on the disk; then remove the steps
-    that are neither the last nor the best.
+    """Flush all loggers, save this step of a run unless it is there, then remove all steps but the last and the best.
 
     If a rank fails, for example by an OSError, all ranks raise: the others would wait for it until a launcher ends
     them.

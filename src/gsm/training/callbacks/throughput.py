@@ -15,8 +15,10 @@ from gsm.training.resume import ends_interval
 
 
 class Throughput(lightning.Callback):
-    """Logs ``train/tokens_per_second`` over each logging interval, validation left out, and ``train/peak_memory_gib``;
-    there and at every validation also ``train/tokens``, the number that the run has trained on until then.
+    """Log speed and peak memory of every logging interval, and the number of tokens trained on so far.
+
+    ``train/tokens_per_second`` leaves out the time of validations. ``train/tokens`` is also logged at each validation,
+    ``train/peak_memory_gib`` at intervals alone.
 
     Attributes:
         tokens: positions that this run has trained on, summed over ranks and over resumed parts.

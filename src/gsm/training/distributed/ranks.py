@@ -67,10 +67,10 @@ def agreed(
     group: torch.distributed.ProcessGroup | None = None,
     patience: timedelta = PREPARING,
 ) -> Decision:
-    """Return the decision of the leading rank, on all ranks that have met; the others do not call ``decide``.
+    """Call ``decide`` on rank 0 alone, and return its result, or raise its error, on all ranks.
 
-    Ranks that have not met yet decide for themselves. An error of the decision is raised on all ranks. They wait in
-    ``group``, or in a new one with this ``patience``.
+    A process that is not connected to others calls it itself. The other ranks wait in ``group``, or for up to
+    ``patience`` in a new one.
     """
     if not torch.distributed.is_initialized():
         return decide()

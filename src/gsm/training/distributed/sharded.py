@@ -208,8 +208,10 @@ class Sharded(ModelParallelStrategy):
         ranks.agreed(write, group)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = True) -> dict[str, Any]:
-        """Take up weights and the optimiser's state, of any number of ranks: every rank reads every tensor, one at a
-        time, and keeps its share."""
+        """Load weights and optimiser state, whatever the number of ranks that saved them.
+
+        Every rank reads all tensors, one at a time, and keeps its share of each.
+        """
         folder = Path(checkpoint_path)
         assert self.lightning_module is not None
         named = self.lightning_module.named_parameters(remove_duplicate=False)
