@@ -483,8 +483,8 @@ def test_fourteen_arms_look_different():
         ("peak_memory_bytes", "peak memory (bytes)"),
         ("data.train_tokens", "data, train (tokens)"),
         ("runs.plateau.train_seconds", "plateau: training time (s)"),
-        ("several/answered/65536", "several: questions answered at 65,536 tokens (fraction)"),
-        ("overlap/overlap/256/2", "overlap: overlap at 256 tokens, stage 2 (fraction)"),
+        ("several/answered/65536", "answered at 65,536 (several)"),
+        ("overlap/overlap/256/2", "overlap at 256, stage 2 (overlap)"),
         ("parameters", "parameters"),
     ],
 )

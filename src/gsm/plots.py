@@ -69,6 +69,7 @@ LABELS = {
     "val_perplexity": "held-out perplexity",
 }
 BY_LENGTH = re.compile(r"(?P<run>[^/]+)/(?P<quantity>[a-z_]+)/(?P<length>\d+)(?:/(?P<stage>\d+))?")  # of an evaluation
+SHORT = {"isolated_all_targets": "perplexity"}  # of quantities by length, whose own words do not tell
 UNITS = {"bytes": "bytes", "seconds": "s", "tokens": "tokens", "gib": "GiB"}
 
 
@@ -114,15 +115,15 @@ def short(arms: Iterable[str]) -> dict[str, str]:
 def label(name: str) -> str:
     """Return a metric or a key of ``summary.json`` in words, with the unit if it is known, for axes and heads.
 
-    The name of a run or a task stands in front: ``several: questions answered at 65,536 tokens (fraction)``.
+    ``text.bits_per_byte`` is ``text: bits per byte of held-out text``. ``several/answered/65536``, of the evaluation
+    ``several`` at a length in tokens, is short, since a table has many of these: ``answered at 65,536 (several)``.
     """
     if name in LABELS:
         return LABELS[name]
     if by_length := BY_LENGTH.fullmatch(name):
-        text, before, unit = label(by_length["quantity"]).partition(" (")
+        run, quantity = (SHORT.get(by_length[part], by_length[part]).replace("_", " ") for part in ("run", "quantity"))
         stage = f", stage {by_length['stage']}" if by_length["stage"] else ""
-        run = by_length["run"].replace("_", " ")
-        return f"{run}: {text} at {int(by_length['length']):,} tokens{stage}{before}{unit}"
+        return f"{quantity} at {int(by_length['length']):,}{stage} ({run})"
     name = name.removeprefix("runs.")
     task, *keys = re.split(r"[./]", name, maxsplit=1)
     if keys and keys[0] in LABELS:
