@@ -189,7 +189,7 @@ class Table:
                 verdict = differs if cell.differs else unknown
                 groups.setdefault(verdict, []).append(f"{arm} ({cell}, {seeds})")
         verdicts = "; ".join(f"{verdict}: {', '.join(arms)}" for verdict, arms in groups.items())
-        title = f"{self._head(column)}{f'; {BETTER[column]} is better' if words else ''}"
+        title = f"{self._head(column)}{f' ({BETTER[column]} is better)' if words else ''}"
         return [f"{title}, beside {self.rows[0].arm}: {verdicts}"] if groups else []
 
     def baselines(self) -> list[str]:
