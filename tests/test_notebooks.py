@@ -154,6 +154,23 @@ def test_a_notebook_takes_a_model_of_another_task(name: str, kernel: tuple[Any, 
     assert re.fullmatch(r"MultiQueryRecall K\d+\?\n", notebook.cells[-1].outputs[0].text)
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_entries_of_one_position_have_one_token_and_one_rank(kernel: tuple[Any, Path], tmp_path: Path):
+    from nbclient import NotebookClient
+
+    config = compose(["data=recall", "size=pico", "model/writer=multi_slot", "trainer=cpu", f"logs={tmp_path}", *BRIEF])
+    train(config)
+    notebook = with_own(ROOT / "notebooks/02_what_a_state_holds.ipynb", Path(config["folder"]))
+    drawn = "notebook.show_beside(draws, height=2.4, grid=False).axes[0].images[0].get_array().shape"
+    notebook.cells.append(nbformat.v4.new_code_cell(f"print(len(words), len(ranks), len(asked), *{drawn})"))
+    client = NotebookClient(notebook, km=kernel[0], timeout=None)
+    client.execute()
+    client.kc.stop_channels()
+    tokens, ranks, asked, *drawn = map(int, notebook.cells[-1].outputs[0].text.split())
+    assert ranks == tokens and drawn == [2 * asked, 2 * tokens]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_arms_that_were_trained_on_text_are_compared_on_text(kernel: tuple[Any, Path], tmp_path: Path):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gsm import plots
-from gsm.analysis.attention import by_distance, names_of, sinks
+from gsm.analysis.attention import by_distance, names_of, sinks, written
 from gsm.analysis.attribution import Agreement
 from gsm.analysis.interventions import Answers
 from gsm.analysis.lens import Lens
@@ -202,20 +202,20 @@ def state_heads(
         weight_LHE: result of ``attention.decoder_heads``.
         back_W: distances of ``attention.entries_back``; W is E - 1.
         layers: numbers of the layers.
-        words: for a single row, the tokens at which the entries were written; empty: distances are shown.
+        words: for a single row, the tokens up to it, to show at which the entries were written; empty: distances.
         title: title of the axes.
     """
     from matplotlib.colors import PowerNorm
 
     heads, norm = weight_LHE.shape[1], PowerNorm(0.5, vmin=0, vmax=1)
-    axes.imshow(weight_LHE.flatten(0, 1).cpu(), norm=norm, aspect="auto", interpolation="nearest")
+    axes.imshow(weight_LHE.flatten(0, 1).cpu().numpy(), norm=norm, aspect="auto", interpolation="nearest")
     for edge in range(heads, weight_LHE.shape[0] * heads, heads):
         axes.axhline(edge - 0.5, color="white", linewidth=1.5)
     axes.axvline(len(back_W) - 0.5, color="white", linewidth=1.5)
     middles = [number * heads + (heads - 1) / 2 for number in range(len(layers))]
     axes.set_yticks(middles, [f"layer {layer}" for layer in layers])
-    labels = list(words) or [str(int(back)) for back in back_W]
-    plots.tokens(axes.xaxis, [*labels[-len(back_W) :], "sink"])
+    labels = written(words, back_W) if words else [str(int(back)) for back in back_W]
+    plots.tokens(axes.xaxis, [*labels, "sink"])
     axes.grid(visible=False)
     finish(axes, "entry written at" if words else "state entry (tokens back)", f"{heads} heads a layer", title)
     colour_bar(axes.figure.get_figure(root=True), [axes], "weight")
@@ -305,10 +305,11 @@ def signed(
 
 def cosines(axes: Axes, cosine_EF: Tensor, words: Sequence[str], others: Sequence[str], title: str = "") -> None:
     """Draw the cosines of two states' entries (``state.cosines``), from -1 to 1. ``words`` and ``others`` are the
-    tokens at which the entries were written."""
-    axes.imshow(cosine_EF.cpu(), vmin=-1, vmax=1, cmap="RdBu_r", aspect="auto", interpolation="nearest")
-    plots.tokens(axes.yaxis, words)
-    plots.tokens(axes.xaxis, others)
+    tokens at which the entries were written, each at the middle of its entries."""
+    axes.imshow(cosine_EF.cpu().numpy(), vmin=-1, vmax=1, cmap="RdBu_r", aspect="auto", interpolation="nearest")
+    for axis, entries, labels in zip((axes.yaxis, axes.xaxis), cosine_EF.shape, (words, others), strict=True):
+        each = entries // len(labels)
+        plots.tokens(axis, labels, [place * each + (each - 1) / 2 for place in range(len(labels))])
     axes.grid(visible=False)
     finish(axes, "", "", title)
     colour_bar(axes.figure.get_figure(root=True), [axes], "cosine")
