@@ -71,7 +71,7 @@ def with_own(path: Path, folder: Path) -> Any:
     """A notebook whose commented line, for a model or an experiment of the reader's, is in force and opens a folder."""
     notebook, found = read(path), 0
     for cell in notebook.cells:
-        line = r'^# (.* = notebook\.(?:load|arms)\()".*"\)$'
+        line = r'^# (.* = (?:notebook\.(?:load|arms)|gsm\.load_model)\()".*"\)$'
         cell.source, here = re.subn(line, lambda match: f"{match[1]}{str(folder)!r})", cell.source, flags=re.MULTILINE)
         found += here
     assert found == 1
@@ -169,6 +169,21 @@ def test_entries_of_one_position_have_one_token_and_one_rank(kernel: tuple[Any, 
     client.kc.stop_channels()
     tokens, ranks, asked, *drawn = map(int, notebook.cells[-1].outputs[0].text.split())
     assert ranks == tokens and drawn == [2 * asked, 2 * tokens]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_lens_takes_a_model_that_is_no_gsm(kernel: tuple[Any, Path], tmp_path: Path):
+    from nbclient import NotebookClient
+
+    config = compose([*arguments(tmp_path), *QUICK, "model/residual=plain", "model=baseline"])
+    train(config)
+    notebook = with_own(ROOT / "notebooks/09_lens_and_attribution.ipynb", Path(config["folder"]))
+    notebook.cells.append(nbformat.v4.new_code_cell("print(type(model).__name__, *lenses, found.by_entry_LE)"))
+    client = NotebookClient(notebook, km=kernel[0], timeout=None)
+    client.execute()
+    client.kc.stop_channels()
+    assert notebook.cells[-1].outputs[0].text == "Baseline whole None\n"
 
 
 @pytest.mark.slow
