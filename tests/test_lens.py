@@ -221,3 +221,14 @@ def test_a_token_stands_at_the_middle_of_its_entries():
     pytest.importorskip("matplotlib")
     axes = show_one(figures.cosines, torch.zeros(4, 6), ["a", "b"], ["c", "d", "e"]).axes[0]
     assert axes.get_yticks().tolist() == [0.5, 2.5] and axes.get_xticks().tolist() == [0.5, 2.5, 4.5]
+
+
+def test_pictures_of_signed_numbers_have_the_scale_that_is_asked_for():
+    pytest.importorskip("matplotlib")
+    for value in (0.5, 2.0):
+        one = (figures.signed, torch.tensor([[value, -0.1]]), ["row"], ["a", "b"], "share")
+        assert show_one(*one).axes[0].images[0].get_clim() == (-value, value)
+        axes, bar = show_one(*one, highest=1).axes
+        assert axes.images[0].get_clim() == (-1, 1)
+        assert axes.images[0].colorbar.extend == ("both" if value > 1 else "neither"), "values beyond the scale"
+        assert bar.get_ylabel() == "share"

@@ -282,9 +282,16 @@ def contributions(axes: Axes, by_part: Mapping[str, Mapping[str, float]], label:
 
 
 def signed(
-    axes: Axes, value_YX: Tensor, rows: Sequence[str], columns: Sequence[str], label: str, x: str = "", title: str = ""
+    axes: Axes,
+    value_YX: Tensor,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    label: str,
+    x: str = "",
+    title: str = "",
+    highest: float | None = None,
 ) -> None:
-    """Draw signed numbers as colours: white for 0, red above, blue below. The scale ends at the largest absolute value.
+    """Draw signed numbers as colours: white for 0, red above, blue below.
 
     Args:
         axes: the axes.
@@ -293,14 +300,16 @@ def signed(
         label: label of the colour bar.
         x: label of the columns.
         title: title of the axes.
+        highest: absolute value at both ends of the colour scale, the same for pictures to compare; None: the largest.
     """
-    end = float(value_YX.nan_to_num().abs().max()) or 1.0
-    axes.imshow(value_YX.cpu(), vmin=-end, vmax=end, cmap="RdBu_r", aspect="auto", interpolation="nearest")
+    largest = float(value_YX.nan_to_num().abs().max())
+    end = highest or largest or 1.0
+    axes.imshow(value_YX.cpu().numpy(), vmin=-end, vmax=end, cmap="RdBu_r", aspect="auto", interpolation="nearest")
     axes.set_yticks(range(len(rows)), rows)
     plots.tokens(axes.xaxis, columns)
     axes.grid(visible=False)
     finish(axes, x, "", title)
-    colour_bar(axes.figure.get_figure(root=True), [axes], label)
+    colour_bar(axes.figure.get_figure(root=True), [axes], label, extend="both" if largest > 1.001 * end else "neither")
 
 
 def cosines(axes: Axes, cosine_EF: Tensor, words: Sequence[str], others: Sequence[str], title: str = "") -> None:
