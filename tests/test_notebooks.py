@@ -210,7 +210,7 @@ def test_arms_that_were_trained_on_text_are_compared_on_text(kernel: tuple[Any, 
     client.kc.stop_channels()
     read_by, written, ticks = json.loads(notebook.cells[-1].outputs[0].text)
     assert set(read_by) == set(makes) and {"t", "e", "·"} <= set(written)
-    for arm in ("shared", "separate"):
+    for arm in ("shared", "separate", "untrained"):
         assert len(ticks[arm]) > 1 and set(ticks[arm]) <= {*written, "sink"}
 
 
