@@ -414,9 +414,9 @@ def accuracies(
     counts = {len(answers.right_N) for group in groups.values() for answers in group.values()}
     axes.set_xticks(range(len(groups)), list(groups))
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
-    axes.set_ylim(0, 1.3)
+    axes.set_ylim(0, 1.1)
     title = f"{' or '.join(str(count) for count in sorted(counts))} questions a bar"
-    finish(axes, "", "questions answered (fraction)", title, ncols=5, loc="upper center")
+    finish(axes, "", "questions answered (fraction)", title)
 
 
 def shares_by_part(axes: Axes, models: Mapping[str, Mapping[str, float]]) -> None:
