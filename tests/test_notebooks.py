@@ -140,18 +140,28 @@ def test_a_notebook_runs_and_draws(path: Path, kernel: tuple[Any, Path]):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["03_retrieval", pytest.param("02_what_a_state_holds", marks=pytest.mark.nightly)])
-def test_a_notebook_takes_a_model_of_another_task(name: str, kernel: tuple[Any, Path], tmp_path: Path):
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        pytest.param("02_what_a_state_holds", "words[questions.key_N[0]]", marks=pytest.mark.nightly),
+        ("03_retrieval", "words[questions.key_N[0]]"),
+        ("04_needle_maps", "list(models)[-1]"),
+        pytest.param("08_patching", "list(models)[-1]", marks=pytest.mark.nightly),
+        pytest.param("10_inside_an_experiment", "words[last]", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_notebook_takes_a_model_of_another_task(name: str, shown: str, kernel: tuple[Any, Path], tmp_path: Path):
     from nbclient import NotebookClient
 
     config = compose(["data=recall", "size=pico", "trainer=cpu", f"logs={tmp_path}", *BRIEF])
     train(config)
-    notebook = with_own(ROOT / f"notebooks/{name}.ipynb", Path(config["folder"]))
-    notebook.cells.append(nbformat.v4.new_code_cell("print(type(data.task).__name__, words[questions.key_N[0]])"))
+    run, path = Path(config["folder"]), ROOT / f"notebooks/{name}.ipynb"
+    notebook = with_own(path, run.parent if "notebook.arms" in path.read_text() else run)
+    notebook.cells.append(nbformat.v4.new_code_cell(f"print(type(data.task).__name__, {shown})"))
     client = NotebookClient(notebook, km=kernel[0], timeout=None)
     client.execute()
     client.kc.stop_channels()
-    assert re.fullmatch(r"MultiQueryRecall K\d+\?\n", notebook.cells[-1].outputs[0].text)
+    assert re.fullmatch(rf"MultiQueryRecall (K\d+\?|yours|{config['arm']})\n", notebook.cells[-1].outputs[0].text)
 
 
 @pytest.mark.nightly
