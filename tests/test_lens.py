@@ -8,7 +8,7 @@ from small import GEOMETRY, build, random_tokens, variant
 
 import gsm
 from gsm.analysis import figures
-from gsm.analysis.attention import decoder_heads
+from gsm.analysis.attention import decoder_heads, entries_back, own_entries, written
 from gsm.analysis.lens import TAPS, Lens, attribute, logit_lens, parts_of_output, to_logit
 from gsm.analysis.patching import attentions, by_part, layers, margins, prompt_pair, sweep
 from gsm.analysis.state import cosines, latents
@@ -195,3 +195,40 @@ def test_heads_of_one_row_and_their_mean_and_cosines_of_entries():
     cosine_EE = cosines(latent_EC)
     assert torch.allclose(cosine_EE.diag(), torch.ones(20).double()) and torch.allclose(cosine_EE, cosine_EE.T)
     assert torch.allclose(cosines(latent_EC, -latent_EC), -cosine_EE)
+
+
+@pytest.mark.parametrize("case", ["gsm", "gsm-writer=multi_slot", "gsm-state_reader=state_and_window"])
+def test_a_column_of_the_decoders_heads_has_the_token_that_wrote_its_entry(case: str):
+    """With several entries a position, every entry had the name of a token of its own."""
+    pytest.importorskip("matplotlib")
+    model, words = build(case), [f"w{place}" for place in range(20)]
+    with gsm.record() as seen, torch.no_grad():
+        model(random_tokens(1, 20))
+    weight_LHE = decoder_heads(model, seen, row=-1)
+    back_W = entries_back(model, "decoder/5", weight_LHE.shape[2] - 1)
+    axes = show_one(figures.state_heads, weight_LHE, back_W, range(5, 9), words).axes[0]
+    slots, own = model.writer.slots, own_entries(model, "decoder/5")
+    want = [word for word in words[-model.writer.positions :] for _ in range(slots)] + words[20 - own :] + ["sink"]
+    assert (slots > 1) == ("multi_slot" in case) and (own > 0) == ("window" in case)
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == want
+
+
+def test_places_of_a_window_before_the_first_token_have_no_name():
+    assert written(["a", "b"], torch.tensor([1, 1, 0, 0, 2, 1, 0])) == ["a", "a", "b", "b", "", "a", "b"]
+
+
+def test_a_token_stands_at_the_middle_of_its_entries():
+    pytest.importorskip("matplotlib")
+    axes = show_one(figures.cosines, torch.zeros(4, 6), ["a", "b"], ["c", "d", "e"]).axes[0]
+    assert axes.get_yticks().tolist() == [0.5, 2.5] and axes.get_xticks().tolist() == [0.5, 2.5, 4.5]
+
+
+def test_pictures_of_signed_numbers_have_the_scale_that_is_asked_for():
+    pytest.importorskip("matplotlib")
+    for value in (0.5, 2.0):
+        one = (figures.signed, torch.tensor([[value, -0.1]]), ["row"], ["a", "b"], "share")
+        assert show_one(*one).axes[0].images[0].get_clim() == (-value, value)
+        axes, bar = show_one(*one, highest=1).axes
+        assert axes.images[0].get_clim() == (-1, 1)
+        assert axes.images[0].colorbar.extend == ("both" if value > 1 else "neither"), "values beyond the scale"
+        assert bar.get_ylabel() == "share"

@@ -71,7 +71,7 @@ def with_own(path: Path, folder: Path) -> Any:
     """A notebook whose commented line, for a model or an experiment of the reader's, is in force and opens a folder."""
     notebook, found = read(path), 0
     for cell in notebook.cells:
-        line = r'^# (.* = notebook\.(?:load|arms)\()".*"\)$'
+        line = r'^# (.* = (?:notebook\.(?:load|arms)|gsm\.load_model)\()".*"\)$'
         cell.source, here = re.subn(line, lambda match: f"{match[1]}{str(folder)!r})", cell.source, flags=re.MULTILINE)
         found += here
     assert found == 1
@@ -140,18 +140,60 @@ def test_a_notebook_runs_and_draws(path: Path, kernel: tuple[Any, Path]):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["03_retrieval", pytest.param("02_what_a_state_holds", marks=pytest.mark.nightly)])
-def test_a_notebook_takes_a_model_of_another_task(name: str, kernel: tuple[Any, Path], tmp_path: Path):
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        pytest.param("02_what_a_state_holds", "words[questions.key_N[0]]", marks=pytest.mark.nightly),
+        ("03_retrieval", "words[questions.key_N[0]]"),
+        ("04_needle_maps", "list(models)[-1]"),
+        pytest.param("08_patching", "list(models)[-1]", marks=pytest.mark.nightly),
+        pytest.param("10_inside_an_experiment", "words[last]", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_notebook_takes_a_model_of_another_task(name: str, shown: str, kernel: tuple[Any, Path], tmp_path: Path):
     from nbclient import NotebookClient
 
     config = compose(["data=recall", "size=pico", "trainer=cpu", f"logs={tmp_path}", *BRIEF])
     train(config)
-    notebook = with_own(ROOT / f"notebooks/{name}.ipynb", Path(config["folder"]))
-    notebook.cells.append(nbformat.v4.new_code_cell("print(type(data.task).__name__, words[questions.key_N[0]])"))
+    run, path = Path(config["folder"]), ROOT / f"notebooks/{name}.ipynb"
+    notebook = with_own(path, run.parent if "notebook.arms" in path.read_text() else run)
+    notebook.cells.append(nbformat.v4.new_code_cell(f"print(type(data.task).__name__, {shown})"))
     client = NotebookClient(notebook, km=kernel[0], timeout=None)
     client.execute()
     client.kc.stop_channels()
-    assert re.fullmatch(r"MultiQueryRecall K\d+\?\n", notebook.cells[-1].outputs[0].text)
+    assert re.fullmatch(rf"MultiQueryRecall (K\d+\?|yours|{config['arm']})\n", notebook.cells[-1].outputs[0].text)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_entries_of_one_position_have_one_token_and_one_rank(kernel: tuple[Any, Path], tmp_path: Path):
+    from nbclient import NotebookClient
+
+    config = compose(["data=recall", "size=pico", "model/writer=multi_slot", "trainer=cpu", f"logs={tmp_path}", *BRIEF])
+    train(config)
+    notebook = with_own(ROOT / "notebooks/02_what_a_state_holds.ipynb", Path(config["folder"]))
+    drawn = "notebook.show_beside(draws, height=2.4, grid=False).axes[0].images[0].get_array().shape"
+    notebook.cells.append(nbformat.v4.new_code_cell(f"print(len(words), len(ranks), len(asked), *{drawn})"))
+    client = NotebookClient(notebook, km=kernel[0], timeout=None)
+    client.execute()
+    client.kc.stop_channels()
+    tokens, ranks, asked, *drawn = map(int, notebook.cells[-1].outputs[0].text.split())
+    assert ranks == tokens and drawn == [2 * asked, 2 * tokens]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_lens_takes_a_model_that_is_no_gsm(kernel: tuple[Any, Path], tmp_path: Path):
+    from nbclient import NotebookClient
+
+    config = compose([*arguments(tmp_path), *QUICK, "model/residual=plain", "model=baseline"])
+    train(config)
+    notebook = with_own(ROOT / "notebooks/09_lens_and_attribution.ipynb", Path(config["folder"]))
+    notebook.cells.append(nbformat.v4.new_code_cell("print(type(model).__name__, *lenses, found.by_entry_LE)"))
+    client = NotebookClient(notebook, km=kernel[0], timeout=None)
+    client.execute()
+    client.kc.stop_channels()
+    assert notebook.cells[-1].outputs[0].text == "Baseline whole None\n"
 
 
 @pytest.mark.slow
@@ -178,7 +220,7 @@ def test_arms_that_were_trained_on_text_are_compared_on_text(kernel: tuple[Any, 
     client.kc.stop_channels()
     read_by, written, ticks = json.loads(notebook.cells[-1].outputs[0].text)
     assert set(read_by) == set(makes) and {"t", "e", "·"} <= set(written)
-    for arm in ("shared", "separate"):
+    for arm in ("shared", "separate", "untrained"):
         assert len(ticks[arm]) > 1 and set(ticks[arm]) <= {*written, "sink"}
 
 

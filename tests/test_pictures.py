@@ -19,6 +19,7 @@ import gsm
 from gsm import plots
 from gsm.analysis import figures
 from gsm.analysis.attention import decoder_attention, selected_weights
+from gsm.analysis.interventions import Answers
 from gsm.analysis.views import shares, views
 from gsm.config.compose import compose
 from gsm.observe import record
@@ -247,6 +248,16 @@ def test_layers_that_read_nearly_the_same_differ_in_colour():
             drawn = [image.norm(image.get_array()).clip(0, 1) for image in images]
             by_layer = np.ma.stack(drawn) if len(drawn) > 1 else drawn[0]
             assert np.ma.ptp(by_layer, axis=0).max() > 0.2, name
+
+
+def test_the_legend_of_answers_stands_beside_the_bars():
+    answers = Answers(torch.zeros(4), torch.tensor([True, True, True, False]))
+    made, (axes,) = plots.figure(width=7.3, height=3)
+    figures.accuracies(axes, {name: dict.fromkeys(("whole", "state", "all stages"), answers) for name in "ab"}, 0.25)
+    made.draw_without_rendering()
+    legend = axes.get_legend()
+    assert legend is not None and len(legend.get_texts()) == 4
+    assert not legend.get_window_extent().overlaps(axes.get_window_extent())
 
 
 def test_a_long_sequence_keeps_all_that_was_selected():

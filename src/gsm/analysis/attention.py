@@ -9,6 +9,7 @@ of all rows, D distances.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -133,6 +134,16 @@ def entries_back(model: LanguageModel, name: str, entries: int) -> Tensor:
     part = attention_of(model, name)
     own, each = own_entries(model, name), part.slots if isinstance(part, StateAttention) else 1
     return torch.cat([torch.arange(entries - own - 1, -1, -1) // each, torch.arange(own - 1, -1, -1)])
+
+
+def written(words: Sequence[str], back_W: Tensor) -> list[str]:
+    """Return the token at which each entry was written; empty for places of a window before the first token.
+
+    Args:
+        words: the tokens up to the row as text.
+        back_W: distances of ``entries_back``.
+    """
+    return [words[-1 - back] if back < len(words) else "" for back in map(int, back_W)]
 
 
 def own_entries(model: LanguageModel, name: str) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gsm import plots
-from gsm.analysis.attention import by_distance, names_of, sinks
+from gsm.analysis.attention import by_distance, names_of, sinks, written
 from gsm.analysis.attribution import Agreement
 from gsm.analysis.interventions import Answers
 from gsm.analysis.lens import Lens
@@ -202,20 +202,20 @@ def state_heads(
         weight_LHE: result of ``attention.decoder_heads``.
         back_W: distances of ``attention.entries_back``; W is E - 1.
         layers: numbers of the layers.
-        words: for a single row, the tokens at which the entries were written; empty: distances are shown.
+        words: for a single row, the tokens up to it, to show at which the entries were written; empty: distances.
         title: title of the axes.
     """
     from matplotlib.colors import PowerNorm
 
     heads, norm = weight_LHE.shape[1], PowerNorm(0.5, vmin=0, vmax=1)
-    axes.imshow(weight_LHE.flatten(0, 1).cpu(), norm=norm, aspect="auto", interpolation="nearest")
+    axes.imshow(weight_LHE.flatten(0, 1).cpu().numpy(), norm=norm, aspect="auto", interpolation="nearest")
     for edge in range(heads, weight_LHE.shape[0] * heads, heads):
         axes.axhline(edge - 0.5, color="white", linewidth=1.5)
     axes.axvline(len(back_W) - 0.5, color="white", linewidth=1.5)
     middles = [number * heads + (heads - 1) / 2 for number in range(len(layers))]
     axes.set_yticks(middles, [f"layer {layer}" for layer in layers])
-    labels = list(words) or [str(int(back)) for back in back_W]
-    plots.tokens(axes.xaxis, [*labels[-len(back_W) :], "sink"])
+    labels = written(words, back_W) if words else [str(int(back)) for back in back_W]
+    plots.tokens(axes.xaxis, [*labels, "sink"])
     axes.grid(visible=False)
     finish(axes, "entry written at" if words else "state entry (tokens back)", f"{heads} heads a layer", title)
     colour_bar(axes.figure.get_figure(root=True), [axes], "weight")
@@ -282,9 +282,16 @@ def contributions(axes: Axes, by_part: Mapping[str, Mapping[str, float]], label:
 
 
 def signed(
-    axes: Axes, value_YX: Tensor, rows: Sequence[str], columns: Sequence[str], label: str, x: str = "", title: str = ""
+    axes: Axes,
+    value_YX: Tensor,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    label: str,
+    x: str = "",
+    title: str = "",
+    highest: float | None = None,
 ) -> None:
-    """Draw signed numbers as colours: white for 0, red above, blue below. The scale ends at the largest absolute value.
+    """Draw signed numbers as colours: white for 0, red above, blue below.
 
     Args:
         axes: the axes.
@@ -293,22 +300,25 @@ def signed(
         label: label of the colour bar.
         x: label of the columns.
         title: title of the axes.
+        highest: absolute value at both ends of the colour scale, the same for pictures to compare; None: the largest.
     """
-    end = float(value_YX.nan_to_num().abs().max()) or 1.0
-    axes.imshow(value_YX.cpu(), vmin=-end, vmax=end, cmap="RdBu_r", aspect="auto", interpolation="nearest")
+    largest = float(value_YX.nan_to_num().abs().max())
+    end = highest or largest or 1.0
+    axes.imshow(value_YX.cpu().numpy(), vmin=-end, vmax=end, cmap="RdBu_r", aspect="auto", interpolation="nearest")
     axes.set_yticks(range(len(rows)), rows)
     plots.tokens(axes.xaxis, columns)
     axes.grid(visible=False)
     finish(axes, x, "", title)
-    colour_bar(axes.figure.get_figure(root=True), [axes], label)
+    colour_bar(axes.figure.get_figure(root=True), [axes], label, extend="both" if largest > 1.001 * end else "neither")
 
 
 def cosines(axes: Axes, cosine_EF: Tensor, words: Sequence[str], others: Sequence[str], title: str = "") -> None:
     """Draw the cosines of two states' entries (``state.cosines``), from -1 to 1. ``words`` and ``others`` are the
-    tokens at which the entries were written."""
-    axes.imshow(cosine_EF.cpu(), vmin=-1, vmax=1, cmap="RdBu_r", aspect="auto", interpolation="nearest")
-    plots.tokens(axes.yaxis, words)
-    plots.tokens(axes.xaxis, others)
+    tokens at which the entries were written, each at the middle of its entries."""
+    axes.imshow(cosine_EF.cpu().numpy(), vmin=-1, vmax=1, cmap="RdBu_r", aspect="auto", interpolation="nearest")
+    for axis, entries, labels in zip((axes.yaxis, axes.xaxis), cosine_EF.shape, (words, others), strict=True):
+        each = entries // len(labels)
+        plots.tokens(axis, labels, [place * each + (each - 1) / 2 for place in range(len(labels))])
     axes.grid(visible=False)
     finish(axes, "", "", title)
     colour_bar(axes.figure.get_figure(root=True), [axes], "cosine")
@@ -404,9 +414,9 @@ def accuracies(
     counts = {len(answers.right_N) for group in groups.values() for answers in group.values()}
     axes.set_xticks(range(len(groups)), list(groups))
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
-    axes.set_ylim(0, 1.3)
+    axes.set_ylim(0, 1.1)
     title = f"{' or '.join(str(count) for count in sorted(counts))} questions a bar"
-    finish(axes, "", "questions answered (fraction)", title, ncols=5, loc="upper center")
+    finish(axes, "", "questions answered (fraction)", title)
 
 
 def shares_by_part(axes: Axes, models: Mapping[str, Mapping[str, float]]) -> None:
