@@ -21,7 +21,7 @@ from gsm.layers.latent_attention import LatentAttention
 from gsm.layers.nsa import NSA
 from gsm.layers.sparse import SparseAttention
 from gsm.models.base import LanguageModel
-from gsm.models.gsm import GSM
+from gsm.models.gsm import GSM, check_gsm
 from gsm.observe import Recording
 from gsm.shapes import last_rows
 from gsm.slots.state_reader.base import StateAttention
@@ -143,7 +143,9 @@ def own_entries(model: LanguageModel, name: str) -> int:
 
 
 def decoder_layers(model: GSM) -> range:
-    """Return the numbers of the decoder layers, which follow those of the encoder layers."""
+    """Return the numbers of the decoder layers, which follow those of the encoder layers. Raises ValueError for another
+    model."""
+    check_gsm(model)
     return range(model.geometry.encoder_layers + 1, model.geometry.depth + 1)
 
 
@@ -186,7 +188,8 @@ def names_of(model: GSM) -> list[str]:
 
 def with_recurrences(model: GSM) -> list[int]:
     """Return the numbers of the encoder layers with a recurrence or another mixer instead of sparse attention
-    (``model/encoder_layer``)."""
+    (``model/encoder_layer``). Raises ValueError for another model."""
+    check_gsm(model)
     layers = enumerate(model.encoder, 1)
     return [layer for layer, block in layers if not isinstance(block.attention, LatentAttention)]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gsm import plots
 from gsm.config.address import CONTENTS
-from gsm.config.check import ConfigError, few, flat, unknown, unlike
+from gsm.config.check import ConfigError, few, unknown, unlike
 from gsm.config.command_line import listed, path_text
 from gsm.experiments import rows
 from gsm.experiments.board import board_lines, write_board
@@ -24,6 +24,7 @@ from gsm.experiments.table import (
     USUAL,
     RunSummary,
     Table,
+    known_columns,
     label_of,
     mapping,
     measured,
@@ -89,7 +90,7 @@ def compare(
     if against and against not in arms:
         raise unknown("arm", against, arms, "the finished runs")
     chosen = listed(columns) or _columns(places, finished)
-    known = {name for run in finished for name in flat(run.summary) if run.value(name) is not None}
+    known = known_columns(finished)
     for column in [*chosen, *([x, y] if x else [])]:
         if column not in known:
             raise unknown("column", column, known, "the summaries")
