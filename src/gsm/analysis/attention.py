@@ -9,6 +9,7 @@ of all rows, D distances.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -194,15 +195,16 @@ def with_recurrences(model: GSM) -> list[int]:
     return [layer for layer, block in layers if not isinstance(block.attention, LatentAttention)]
 
 
-def sinks(model: GSM, seen: Recording) -> dict[str, Tensor]:
+def sinks(model: GSM, seen: Recording, names: Sequence[str] = ()) -> dict[str, Tensor]:
     """Return the mean weight of the sink of every head, [H], by the name of the attention.
 
     Args:
         model: the recorded model.
         seen: a recording of one call (``position``, ``*/weights``). Padding is left out.
+        names: of attentions; empty: all of ``names_of``.
     """
     sinks = {}
-    for name in names_of(model):
+    for name in names or names_of(model):
         weight_BRHE = seen[f"{name}/weights"]
         counted_BR = last_rows(seen["position"], weight_BRHE.shape[1]) >= 0
         sinks[name] = weight_BRHE[counted_BR][..., -1].mean(dim=0)

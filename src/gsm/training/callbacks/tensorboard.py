@@ -37,6 +37,7 @@ LAYOUT = {
         "loss added without the state (nats per token)": ["val/without_state$"],
         "effective rank of the state": ["val/state/effective_rank$"],
         "length of z": ["val/state/norm$"],
+        "weight of the sink by decoder layer": [r"val/sink/decoder\d+$"],
     },
     "stages": {
         "loss added without a stage (nats per token)": [r"val/without_stage\d+$"],
