@@ -212,11 +212,13 @@ def write(
     metric = next(iter(learned))
     points = {arm: _points(runs, x, y) for arm, runs in by_arm.items()} if x else {}
     drawn: dict[str, Figure] = {}
+    narrow: dict[str, Figure] = {}
     missing = ""
     try:
         drawn |= _learning(learned, AXES[axis])
         drawn |= _panels(shown, by_arm)
         drawn |= states(by_arm, curves)
+        narrow |= _values(shown, by_arm, "arms", 1)  # TensorBoard shows pictures small, and this one first
         if x:
             figure, (axes,) = plots.figure(height=3.2, width=5.2)
             plots.against(axes, points, plots.label(x), plots.label(y))
@@ -241,7 +243,7 @@ def write(
     if len(folders) == 1:
         by_step = curves if axis == "step" else read_curves(by_arm)
         by_step = {name: dict(zip(names, of.values(), strict=True)) for name, of in by_step.items()}
-        write_board(folder, by_step, stem, report.text(), drawn)
+        write_board(folder, by_step, stem, report.text(), narrow | drawn)
         opened = board_lines(folder, by_step)
     sentences = [missing] if missing else []
     bare = [arm for arm, found in learned[metric].items() if by_arm[arm] and not found]
@@ -284,15 +286,7 @@ def _learning(learned: Mapping[str, Curves], across: str) -> Iterator[tuple[str,
 
 def _panels(table: Table, by_arm: ByArm) -> Iterator[tuple[str, Figure]]:
     """Yield the pictures with a panel for each column of the table, and for each task with several test lengths."""
-    known = [column for column in table.columns if column not in table.empty_columns()][:PANELS]
-    if known and table.runs:
-        lines = max(len(name.splitlines()) for name in plots.named(by_arm).values())
-        figure, panels = plots.figure(columns=len(known), height=1.1 + (0.2 + 0.15 * lines) * len(by_arm))
-        for axes, column in zip(panels, known, strict=True):
-            plots.seeds(axes, {arm: _numbers(runs, column) for arm, runs in by_arm.items()}, table.heads[column])
-        for axes in panels[1:]:
-            axes.tick_params(labelleft=False)  # the arms are those of the first panel
-        yield "values", figure
+    yield from _values(table, by_arm, "values", PANELS)
     tested = _tested(by_arm, "by_length")
     if tested:
         columns = min(2, len(tested))
@@ -304,6 +298,19 @@ def _panels(table: Table, by_arm: ByArm) -> Iterator[tuple[str, Figure]]:
         figure, panels = plots.figure(len(loaded), height=1.1 + 0.22 * len(by_arm), grid=False)
         plots.cells(panels, loaded, "load (needles, tokens, times told)", "answered (fraction)")
         yield "loads", figure
+
+
+def _values(table: Table, by_arm: ByArm, name: str, most: int) -> Iterator[tuple[str, Figure]]:
+    """Yield the picture with a panel for each of the first columns of the table."""
+    known = [column for column in table.columns if column not in table.empty_columns()][:most]
+    if known and table.runs:
+        lines = max(len(name.splitlines()) for name in plots.named(by_arm).values())
+        figure, panels = plots.figure(columns=len(known), height=1.1 + (0.2 + 0.15 * lines) * len(by_arm))
+        for axes, column in zip(panels, known, strict=True):
+            plots.seeds(axes, {arm: _numbers(runs, column) for arm, runs in by_arm.items()}, table.heads[column])
+        for axes in panels[1:]:
+            axes.tick_params(labelleft=False)  # the arms are those of the first panel
+        yield name, figure
 
 
 def _tested(by_arm: ByArm, key: str) -> dict[str, dict[str, list[dict[int, float]]]]:
