@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2
 from test_compare import drawn, experiment, write_run
 
+from gsm import plots
 from gsm.experiments.compare import compare
 from gsm.experiments.curves import minus_first
 from gsm.experiments.table import read_runs, summarise
@@ -58,7 +59,7 @@ def test_differences_are_of_seeds_that_both_have_at_steps_that_both_have():
 def test_the_tables_and_the_pictures_are_there_and_a_tab_of_charts(experiment: Path):
     compare(str(experiment))
     events = read(experiment / "comparison")
-    assert events.Tags()["images"] == ["comparison/curves", "comparison/values"]
+    assert sorted(events.Tags()["images"]) == ["comparison/arms", "comparison/curves", "comparison/values"]
     (text,) = events.Tensors("comparison/text_summary")
     assert b"| control | 3 | -0.7000 [-0.9484, -0.4516] |" in text.tensor_proto.string_val[0]
     for arm in ("paper", "control"):
@@ -66,6 +67,18 @@ def test_the_tables_and_the_pictures_are_there_and_a_tab_of_charts(experiment: P
         (tab,) = layout_pb2.Layout.FromString(layout.tensor_proto.string_val[0]).category
         assert tab.title == "arms"
         assert [list(chart.multiline.tag) for chart in tab.chart] == [["mean/loss$"], ["minus_paper/loss$"]], arm
+
+
+def test_the_first_picture_is_narrow_and_for_the_board_alone(experiment: Path, monkeypatch: pytest.MonkeyPatch):
+    """As thumbnails, pictures of three panels cannot be read."""
+    figures: list[Any] = []
+    monkeypatch.setattr(plots, "pixels", lambda figure: [figures.append(figure), np.zeros((2, 2, 3), np.uint8)][1])
+    compare(str(experiment), columns="accuracy,val_loss")
+    assert min(read(experiment / "comparison").Tags()["images"]) == "comparison/arms"
+    (axes,) = figures[0].axes
+    assert figures[0].get_figwidth() < 4 and axes.get_xlabel() == plots.label("accuracy")
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["paper", "control"]
+    assert not (experiment / "comparison_arms.png").exists()
 
 
 def test_an_arms_name_cannot_leave_the_folder(tmp_path: Path):

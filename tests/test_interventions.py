@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,11 @@ from small import RATIO, M, assert_same, build, random_tokens
 import gsm
 from gsm.analysis.interventions import ablations, answers, without_entries, without_slots, without_stage, without_stages
 from gsm.analysis.needles import ask, needle_map, needle_test, stage_test
+from gsm.analysis.rollout import encoder_rollout, state_routes
 from gsm.data.recall import Needle
-from gsm.models.base import Output
+from gsm.models.base import LanguageModel, Output
+from gsm.notebook import compare_states, show_state
+from gsm.observe import Recording
 
 T = 24
 TASK = Needle(keys=8, values=7, fillers=6, pairs=2, gap=4)
@@ -190,3 +195,40 @@ def test_a_stage_test_removes_each_stage_and_then_all():
         with block:
             want = answers(model, questions.token_BT, questions.target_BT)
         assert torch.equal(result[name].log_probability_N, want.log_probability_N), name
+
+
+def test_all_stages_is_a_part_wherever_there_is_a_stage_and_an_error_lists_the_parts():
+    """A model with one stage had none, and a wrong name was all that its KeyError said."""
+    parts = ablations(build("gsm", stages=[2]))
+    assert list(parts) == ["state", "stage 1", "all stages"]
+    assert list(ablations(build("gsm-stages=none"))) == ["state"]
+    with pytest.raises(KeyError, match=r"part .*state, stage 1, all stages.*'typo'"):
+        parts["typo"]
+
+
+def test_a_removal_that_does_not_exist_is_named_before_anything_is_computed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gsm.analysis.needles.attributed_places", lambda *_, **__: pytest.fail("computed"))
+    with pytest.raises(ValueError, match=r"^removal .*entries, retrieved, slots.*'typo'"):
+        needle_test(build("gsm"), ask(TASK, T, 1), "typo")
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        ablations,
+        without_stages,
+        lambda model: without_stage(model, 1),
+        lambda model: without_entries(model, only(1)),
+        lambda model: needle_test(model, ask(TASK, T, 1)),
+        lambda model: stage_test(model, ask(TASK, T, 1)),
+        lambda model: state_routes(model, Recording()),
+        lambda model: encoder_rollout(model, Recording()),
+        lambda model: compare_states({"": model}, random_tokens(1, T)),
+        lambda model: show_state(model, Recording()),
+    ],
+)
+def test_a_model_without_a_state_is_named(look: Callable[[LanguageModel], Any]):
+    """It was an AttributeError of torch.nn.Module."""
+    with pytest.raises(ValueError, match=r"^model .*GSM.*DecoderOnly"), ExitStack() as stack:
+        if hasattr(found := look(build("delta_net")), "__enter__"):
+            stack.enter_context(found)

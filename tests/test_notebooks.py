@@ -21,6 +21,7 @@ import gsm
 from gsm.analysis import needles
 from gsm.analysis.attention import attention_map, attention_of
 from gsm.config.compose import compose
+from gsm.errors import ConfigError
 from gsm.layers.key_value import RangeAttention
 from gsm.models.gsm import GSM
 from gsm.notebook import (
@@ -32,8 +33,10 @@ from gsm.notebook import (
     picture,
     save,
     show_beside,
+    show_curves,
     show_state,
     show_states,
+    show_values,
     trained,
     words,
 )
@@ -246,6 +249,11 @@ def test_names_that_do_not_exist(tmp_path: Path):
         trained("gsmm")
     with pytest.raises(FileNotFoundError, match="^folder .*nothing$"):
         finished_runs(tmp_path / "nothing")
+    runs = finished_runs(TRAINED / "needle")
+    with pytest.raises(ConfigError, match="metric 'val/acuracy'.*val/accuracy"):
+        show_curves(runs, "val/acuracy")
+    with pytest.raises(ConfigError, match="column 'acuracy'.*accuracy"):
+        show_values(runs, ["val_loss", "acuracy"])
 
 
 def test_the_arms_of_an_experiment_are_loaded_in_its_order_with_the_seed_asked_for(tmp_path: Path):

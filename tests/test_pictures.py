@@ -27,6 +27,7 @@ from gsm.paths import variants
 from gsm.slots.state_reader.shared import Shared
 from gsm.training.callbacks import pictures
 from gsm.training.callbacks.pictures import TAPS, Pictures
+from gsm.training.callbacks.tensorboard import charts
 
 STEPS = ["trainer.max_steps=2", "trainer.log_every_n_steps=1", "trainer.val_check_interval=1", "model/residual=plain"]
 
@@ -62,7 +63,7 @@ def trained(
     sizes = Sizes()
     run.trainer.callbacks.append(sizes)
     run.trainer.fit(run.task, datamodule=run.data)
-    of_pictures = ("val/overlap_sample/", "val/state/", "val/without_")
+    of_pictures = ("val/overlap_sample/", "val/state/", "val/sink/", "val/without_")
     others = {name: values for name, values in logged(folder).items() if not name.startswith(of_pictures)}
     return run.model.state_dict(), others, sizes.seen
 
@@ -211,6 +212,21 @@ def test_what_a_stage_selects_is_drawn_at_the_tokens_of_its_slots(documents: lis
                     at = start + (slot - first) * ratio
                     want_T[at : at + ratio] = weight
             assert torch.allclose(map_RT[row].float(), want_T, equal_nan=True), (stage, row)
+
+
+def test_the_sink_of_each_decoder_layer_is_a_curve():
+    model = build("gsm-writer=additive")
+    with gsm.record(*TAPS) as seen:
+        model(random_tokens(2, 20), documents=torch.tensor([[0] * 20, [-1] * 5 + [0] * 15]))
+    found = pictures.scalars(model, seen)
+    layers = range(GEOMETRY.encoder_layers + 1, GEOMETRY.depth + 1)
+    assert [name for name in found if name.startswith("sink/")] == [f"sink/decoder{layer}" for layer in layers]
+    for layer in layers:
+        sink_BRH = seen[f"decoder/{layer}/weights"][..., -1]
+        mean = float(torch.cat([sink_BRH[0], sink_BRH[1, 5:]]).mean())
+        assert found[f"sink/decoder{layer}"] == pytest.approx(mean)
+    shown = charts(f"val/{name}" for name in found)["state"]
+    assert ["Multiline", [r"val/sink/decoder\d+$"]] in shown.values()
 
 
 def test_what_the_state_is_made_of_sums_to_one_without_padding():

@@ -146,7 +146,7 @@ def test_the_columns_of_an_experiment_are_those_in_which_its_arms_differ(tmp_pat
     (columns, _, _) = records(written.values, written.differing)
     content = HParamsPluginData.FromString(columns.value[0].metadata.plugin_data.content)
     shown = [info.name for info in content.experiment.hparam_infos]
-    assert shown == ["arm", "seed", "parameters", "residual", "model.extra"]
+    assert shown == ["arm", "seed", "residual", "model.extra"]
 
 
 def test_a_task_has_its_accuracy_before_the_other_metrics():

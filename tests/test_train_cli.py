@@ -9,6 +9,7 @@ import shlex
 import shutil
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import torch
@@ -72,8 +73,11 @@ def test_a_run_prints_one_screen_of_plain_text(run: tuple[Path, str]):
     assert printed.replace(root[0], "").replace(root[1], "").isascii(), "a terminal anywhere has to show it"
     for line in printed.splitlines():
         whole = any(path in line for path in (str(folder.parents[2]), *root))
-        assert len(line) <= 80 or whole, f"longer than a terminal is wide: {line}"
+        assert len(line) <= 80 or whole or BOARD in line, f"longer than a terminal is wide: {line}"
     assert printed.count(BOARD) == 1
+    address = next(line.removeprefix("  # ") for line in printed.splitlines() if BOARD in line)
+    pinned = json.loads(parse_qs(urlsplit(address).query)["pinnedCards"][0])
+    assert [card["tag"] for card in pinned] == ["val/bits_per_byte", "val/loss", "train/loss"]
     conclusion = printed[printed.index(f"default/{folder.name}: ") :].splitlines()
     assert len(conclusion) <= 24
     for expected in ("gsm, size nano", "5-gram model", "unigram model", "tensorboard --logdir", "generate.py"):

@@ -19,6 +19,7 @@ from gsm.analysis.attention import attention_map
 from gsm.analysis.needles import Asked
 from gsm.analysis.rollout import Routes
 from gsm.analysis.state import state_facts
+from gsm.config.check import unknown
 from gsm.config.compose import compose, quoted
 from gsm.config.load import build_model, load_model, load_tokenizer
 from gsm.config.stored import is_finished, read_checkpoint, started
@@ -28,10 +29,10 @@ from gsm.data.cache import cache_folder
 from gsm.data.recall import Task
 from gsm.evaluation.held_out import open_data
 from gsm.experiments.runs import Experiment
-from gsm.experiments.table import RunSummary, list_trial, read_runs
+from gsm.experiments.table import RunSummary, known_columns, list_trial, read_runs
 from gsm.explorer.words import questions_of, tokens
 from gsm.models.base import LanguageModel
-from gsm.models.gsm import GSM
+from gsm.models.gsm import GSM, check_gsm
 from gsm.observe import Recording, Taps, record
 from gsm.tables import grid_text, number_text
 from gsm.training.callbacks.metrics_file import read_metrics
@@ -211,9 +212,13 @@ def compare_states(models: Mapping[str, GSM], token_BT: Tensor) -> States:
         By model: ``state/norm``, the mean Euclidean length of z; ``state/effective_rank`` of the state that the last
         row sees; and for a model with stages ``state/share/encoder`` and ``state/share/stage<s>``, the shares of z by
         route.
+
+    Raises:
+        ValueError: a model is no GSM.
     """
     states = States()
     for name, model in models.items():
+        check_gsm(model, f"{name} ({type(model).__name__})")
         with torch.no_grad(), model.evaluating(), record("position", "state/*", "stage/*/increment") as seen:
             model.forward(token_BT)
         states[name] = state_facts(model, seen) | views.shares(model, seen)
@@ -276,18 +281,33 @@ def show_curves(runs: Sequence[RunSummary], metric: str = "val/loss") -> Figure:
     """Draw learning curves: per arm a line, the mean over its seeds, and a band from the lowest to the highest seed.
 
     If no run has two values of the metric, as after a single validation, draw the training loss instead.
+
+    Raises:
+        ConfigError: no run has this metric.
     """
     arms: dict[str, list[dict[Any, float]]] = {}
+    known = {"val/loss", "train/loss"}  # a run may have none of them
     for run in runs:
-        values = read_metrics(run.curves).get(metric)
-        arms.setdefault(run.arm, []).extend([dict(values)] if values else [])
+        curves = read_metrics(run.curves)
+        known |= curves.keys()
+        arms.setdefault(run.arm, []).extend([dict(values)] if (values := curves.get(metric)) else [])
+    if metric not in known:
+        raise unknown("metric", metric, known, "metrics.jsonl")
     if metric != "train/loss" and max((len(seed) for seeds in arms.values() for seed in seeds), default=0) < 2:
         return show_curves(runs, "train/loss")
     return show_one(plots.curves, arms, "optimizer step", plots.label(metric))
 
 
 def show_values(runs: Sequence[RunSummary], columns: Sequence[str]) -> Figure:
-    """Draw columns of ``summary.json``: one panel per column, one row per arm, one dot per seed."""
+    """Draw columns of ``summary.json``: one panel per column, one row per arm, one dot per seed.
+
+    Raises:
+        ConfigError: no run has a number in one of the columns.
+    """
+    known = known_columns(runs)
+    for column in columns:
+        if column not in known:
+            raise unknown("column", column, known, "the summaries")
     by_arm = {run.arm: [other for other in runs if other.arm == run.arm] for run in runs}
     figure, panels = plots.figure(len(columns), width=WIDTH / len(columns), height=1.1 + 0.35 * len(by_arm))
     for axes, column in zip(panels, columns, strict=True):
@@ -428,6 +448,9 @@ def show_state(model: GSM, seen: Recording) -> Figure:
     """Draw the decoder's attention to the shared state: one line per layer, one column per entry, at last the sink.
 
     The colour scale is linear, up to the 99th percentile of the entries' weights.
+
+    Raises:
+        ValueError: the model is no GSM.
     """
     return views.decoder(model, seen, WIDTH, 2.2)
 

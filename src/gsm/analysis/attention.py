@@ -22,7 +22,7 @@ from gsm.layers.latent_attention import LatentAttention
 from gsm.layers.nsa import NSA
 from gsm.layers.sparse import SparseAttention
 from gsm.models.base import LanguageModel
-from gsm.models.gsm import GSM
+from gsm.models.gsm import GSM, check_gsm
 from gsm.observe import Recording
 from gsm.shapes import last_rows
 from gsm.slots.state_reader.base import StateAttention
@@ -154,7 +154,9 @@ def own_entries(model: LanguageModel, name: str) -> int:
 
 
 def decoder_layers(model: GSM) -> range:
-    """Return the numbers of the decoder layers, which follow those of the encoder layers."""
+    """Return the numbers of the decoder layers, which follow those of the encoder layers. Raises ValueError for another
+    model."""
+    check_gsm(model)
     return range(model.geometry.encoder_layers + 1, model.geometry.depth + 1)
 
 
@@ -197,20 +199,22 @@ def names_of(model: GSM) -> list[str]:
 
 def with_recurrences(model: GSM) -> list[int]:
     """Return the numbers of the encoder layers with a recurrence or another mixer instead of sparse attention
-    (``model/encoder_layer``)."""
+    (``model/encoder_layer``). Raises ValueError for another model."""
+    check_gsm(model)
     layers = enumerate(model.encoder, 1)
     return [layer for layer, block in layers if not isinstance(block.attention, LatentAttention)]
 
 
-def sinks(model: GSM, seen: Recording) -> dict[str, Tensor]:
+def sinks(model: GSM, seen: Recording, names: Sequence[str] = ()) -> dict[str, Tensor]:
     """Return the mean weight of the sink of every head, [H], by the name of the attention.
 
     Args:
         model: the recorded model.
         seen: a recording of one call (``position``, ``*/weights``). Padding is left out.
+        names: of attentions; empty: all of ``names_of``.
     """
     sinks = {}
-    for name in names_of(model):
+    for name in names or names_of(model):
         weight_BRHE = seen[f"{name}/weights"]
         counted_BR = last_rows(seen["position"], weight_BRHE.shape[1]) >= 0
         sinks[name] = weight_BRHE[counted_BR][..., -1].mean(dim=0)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gsm.models.base import LanguageModel
 from gsm.models.checks import IGNORED
-from gsm.models.gsm import GSM
+from gsm.models.gsm import GSM, check_gsm
 from gsm.observe import patch
 from gsm.shapes import last_rows
 
@@ -77,9 +77,9 @@ def without_stage(model: GSM, stage: int, removed_BT: Tensor | None = None) -> A
     Raises:
         ValueError: if there is no such stage.
     """
-    stages = len(model.aggregation.layers)
-    if not 1 <= stage <= stages:
-        raise ValueError(f"stage must be in [1, {stages}], the stages of the model, got {stage}")
+    stages = _stages(model)
+    if stage not in stages:
+        raise ValueError(f"stage must be in [1, {len(stages)}], the stages of the model, got {stage}")
 
     def remove_increment(increment_BRD: Tensor) -> Tensor:
         if removed_BT is None:
@@ -93,17 +93,27 @@ def without_stage(model: GSM, stage: int, removed_BT: Tensor | None = None) -> A
 def without_stages(model: GSM, removed_BT: Tensor | None = None) -> Iterator[None]:
     """Remove the increments of all stages; ``removed_BT`` as in ``without_stage``."""
     with ExitStack() as stack:
-        for stage in range(1, len(model.aggregation.layers) + 1):
+        for stage in _stages(model):
             stack.enter_context(without_stage(model, stage, removed_BT))
         yield
 
 
-def ablations(model: GSM) -> dict[str, Callable[[], AbstractContextManager[None]]]:
-    """Return, by name, functions that remove a part at all positions: the state's entries, each stage, all stages."""
-    ablated: dict[str, Callable[[], AbstractContextManager[None]]] = {"state": partial(without_state, model)}
-    stages = range(1, len(model.aggregation.layers) + 1)
+class Ablations(dict[str, Callable[[], AbstractContextManager[None]]]):
+    """The result of ``ablations``; the KeyError for another name lists them."""
+
+    def __missing__(self, name: str):
+        raise KeyError(f"part must be one of {', '.join(self)}, got {name!r}")
+
+
+def ablations(model: GSM) -> Ablations:
+    """Return, by name, functions that remove a part at all positions: the state's entries, each stage, all stages.
+
+    Raises:
+        ValueError: if the model is no GSM.
+    """
+    stages, ablated = _stages(model), Ablations({"state": partial(without_state, model)})
     ablated |= {f"stage {stage}": partial(without_stage, model, stage) for stage in stages}
-    if len(stages) > 1:
+    if stages:
         ablated["all stages"] = partial(without_stages, model)
     return ablated
 
@@ -125,7 +135,13 @@ def without_slots(model: GSM, removed_BF: Tensor) -> AbstractContextManager[None
 
 def parts(model: GSM) -> list[str]:
     """Return the names of the taps of the state's parts; with the paper's reader only ``state/entries``."""
+    check_gsm(model)
     return [f"state/{part.name}" for part in model.writer.parts]
+
+
+def _stages(model: GSM) -> range:
+    check_gsm(model)
+    return range(1, len(model.aggregation.layers) + 1)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from gsm.data.recall import Alphabet, Task
 from gsm.data.synthetic import HELD_OUT, Generated
 from gsm.models.base import LanguageModel
 from gsm.models.checks import IGNORED
-from gsm.models.gsm import GSM
+from gsm.models.gsm import GSM, check_gsm
 from gsm.observe import Recording, record
 
 AT_ONCE = 16384  # tokens of all sequences read at a time
@@ -193,8 +193,11 @@ def needle_test(
         start: for ``entries``, as in ``without_entries``.
 
     Raises:
-        ValueError: if an answer sees fewer than 2 ``count`` places.
+        ValueError: if the model is no GSM, there is no such removal, or an answer sees fewer than 2 ``count`` places.
     """
+    check_gsm(model)
+    if removal not in get_args(Removal):
+        raise ValueError(f"removal must be one of {', '.join(get_args(Removal))}, got {removal!r}")
     kind: Literal["entries", "slots"] = "slots" if removal == "slots" else "entries"
     places = attributed_places(model, questions, kind, count=count, start=start)
     separate = questions.separate()
@@ -206,9 +209,13 @@ def needle_test(
 
 
 def stage_test(model: GSM, asked: Asked) -> dict[str, Answers]:
-    """Return the answers of the whole model, without each stage, and without all stages, by name."""
-    by_removal = {"nothing removed": _answers_by_batch(model, asked)}
-    for part, without in ablations(model).items():
+    """Return the answers of the whole model, without each stage, and without all stages, by name.
+
+    Raises:
+        ValueError: if the model is no GSM.
+    """
+    removals, by_removal = ablations(model), {"nothing removed": _answers_by_batch(model, asked)}
+    for part, without in removals.items():
         if part != "state":
             with without():
                 by_removal[part] = _answers_by_batch(model, asked)

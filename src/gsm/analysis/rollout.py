@@ -61,7 +61,8 @@ def state_routes(model: GSM, seen: Recording, sequence: int = 0) -> Routes:
         sequence: index of the sequence in the batch.
 
     Raises:
-        ValueError: if the call did not compute all rows, or an encoder layer is recurrent and has no attention weights.
+        ValueError: if the model is no GSM, the call did not compute all rows, or an encoder layer is recurrent and has
+            no attention weights.
     """
     layers_LTT = encoder_rollout(model, seen, sequence)
     maps, names = [layers_LTT[-1]], ["encoder"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gsm import plots
 from gsm.config.address import CONTENTS
-from gsm.config.check import ConfigError, few, flat, unknown, unlike
+from gsm.config.check import ConfigError, few, unknown, unlike
 from gsm.config.command_line import listed, path_text
 from gsm.experiments import rows
 from gsm.experiments.board import board_lines, write_board
@@ -24,6 +24,7 @@ from gsm.experiments.table import (
     USUAL,
     RunSummary,
     Table,
+    known_columns,
     mapping,
     measured,
     names_of,
@@ -89,7 +90,7 @@ def compare(
     if against and against not in arms:
         raise unknown("arm", against, arms, "the finished runs")
     chosen = listed(columns) or _columns(places, finished)
-    known = {name for run in finished for name in flat(run.summary) if run.value(name) is not None}
+    known = known_columns(finished)
     for column in [*chosen, *([x, y] if x else [])]:
         if column not in known:
             raise unknown("column", column, known, "the summaries")
@@ -213,12 +214,14 @@ def write(
     metric = next(iter(learned))
     points = {arm: _points(runs, x, y) for arm, runs in by_arm.items()} if x else {}
     drawn: dict[str, Figure] = {}
+    narrow: dict[str, Figure] = {}
     missing = ""
     try:
         named_runs = _renamed(by_arm, names)
         drawn |= _learning({name: _renamed(of, names) for name, of in learned.items()}, AXES[axis])
         drawn |= _panels(shown, named_runs)
         drawn |= states(named_runs, {name: _renamed(of, names) for name, of in curves.items()})
+        narrow |= _values(shown, named_runs, "arms", 1)  # TensorBoard shows pictures small, and this one first
         if x:
             figure, (axes,) = plots.figure(height=3.2, width=5.2)
             plots.against(axes, _renamed(points, names), *(labels.get(key) or plots.label(key) for key in (x, y)))
@@ -242,7 +245,7 @@ def write(
     opened = []
     if len(folders) == 1:
         by_step = curves if axis == "step" else read_curves(by_arm)
-        write_board(folder, by_step, stem, report.text(), drawn)
+        write_board(folder, by_step, stem, report.text(), narrow | drawn)
         opened = board_lines(folder, by_step)
     sentences = [missing] if missing else []
     bare = [arm for arm, found in learned[metric].items() if by_arm[arm] and not found]
@@ -278,15 +281,7 @@ def _learning(learned: Mapping[str, Curves], across: str) -> Iterator[tuple[str,
 
 def _panels(table: Table, by_arm: ByArm) -> Iterator[tuple[str, Figure]]:
     """Yield the pictures with a panel for each column of the table, and for each task with several test lengths."""
-    known = [column for column in table.columns if column not in table.empty_columns()][:PANELS]
-    if known and table.runs:
-        lines = max(len(name.splitlines()) for name in plots.named(by_arm).values())
-        figure, panels = plots.figure(columns=len(known), height=1.1 + (0.2 + 0.15 * lines) * len(by_arm))
-        for axes, column in zip(panels, known, strict=True):
-            plots.seeds(axes, {arm: _numbers(runs, column) for arm, runs in by_arm.items()}, table.heads[column])
-        for axes in panels[1:]:
-            axes.tick_params(labelleft=False)  # the arms are those of the first panel
-        yield "values", figure
+    yield from _values(table, by_arm, "values", PANELS)
     tested = _tested(by_arm, "by_length")
     if tested:
         columns = min(2, len(tested))
@@ -298,6 +293,19 @@ def _panels(table: Table, by_arm: ByArm) -> Iterator[tuple[str, Figure]]:
         figure, panels = plots.figure(len(loaded), height=1.1 + 0.22 * len(by_arm), grid=False)
         plots.cells(panels, loaded, "load (needles, tokens, times told)", "answered (fraction)")
         yield "loads", figure
+
+
+def _values(table: Table, by_arm: ByArm, name: str, most: int) -> Iterator[tuple[str, Figure]]:
+    """Yield the picture with a panel for each of the first columns of the table."""
+    known = [column for column in table.columns if column not in table.empty_columns()][:most]
+    if known and table.runs:
+        lines = max(len(name.splitlines()) for name in plots.named(by_arm).values())
+        figure, panels = plots.figure(columns=len(known), height=1.1 + (0.2 + 0.15 * lines) * len(by_arm))
+        for axes, column in zip(panels, known, strict=True):
+            plots.seeds(axes, {arm: _numbers(runs, column) for arm, runs in by_arm.items()}, table.heads[column])
+        for axes in panels[1:]:
+            axes.tick_params(labelleft=False)  # the arms are those of the first panel
+        yield name, figure
 
 
 def _tested(by_arm: ByArm, key: str) -> dict[str, dict[str, list[dict[int, float]]]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from gsm import plots
 from gsm.config.address import CONFIG, CONTENTS, noted, of_all_seeds
-from gsm.config.check import ConfigError, few
+from gsm.config.check import ConfigError, few, flat
 from gsm.files import read_json
 from gsm.intervals import Cell, over_pairs, over_seeds
 from gsm.tables import WIDTH, Grid, grid_csv, grid_markdown, grid_text, number_text
@@ -388,6 +388,11 @@ def measured(columns: Sequence[str], runs: Iterable[RunSummary]) -> list[str]:
     """Return the columns that a run has a number for."""
     runs = list(runs)
     return [column for column in columns if any(run.value(column) is not None for run in runs)]
+
+
+def known_columns(runs: Iterable[RunSummary]) -> set[str]:
+    """Return the keys of the summaries for which a run has a number; dots go down."""
+    return {name for run in runs for name in flat(run.summary) if run.value(name) is not None}
 
 
 def with_tasks(runs: Iterable[RunSummary]) -> list[RunSummary]:

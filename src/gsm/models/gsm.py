@@ -224,6 +224,12 @@ class GSM(LanguageModel):
         return {f"retrieved_norm/stage{stage}": norm for stage, norm in enumerate(norm_S, 1)}
 
 
+def check_gsm(model: object, name: str = "") -> None:
+    """Raise ValueError unless a model is a GSM; ``name`` stands for that of its class in the message."""
+    if not isinstance(model, GSM):
+        raise ValueError(f"model must be a GSM, got {name or type(model).__name__}")
+
+
 def check_stages(stages: Sequence[int], geometry: Geometry) -> list[int]:
     """Return the stages as a list.
 

@@ -1,4 +1,4 @@
-"""The text that a run prints before and after training: plain ASCII, at most 80 columns, one screen."""
+"""What a run prints before and after training: plain ASCII, one screen, at most 80 columns but for the address."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
     from gsm.data.base import DataModule
     from gsm.models.base import LanguageModel
 
-# TensorBoard's address: a colour for each arm rather than for each run, and curves as they are. It fits in a line of a
-# terminal.
+# TensorBoard's address: a colour for each arm rather than for each run, and curves as they are.
 BOARD = "http://localhost:6006/?" + urlencode(
     {"runColorGroup": r"regex:(.*)-seed\d*(.*)-", "smoothing": 0}, safe=":/()*"
 )
+
+PINNED = {"accuracy": "val/accuracy", "bits_per_byte": "val/bits_per_byte", "val_loss": "val/loss"}  # by key of summary
 
 # Of a step at size nano on one thread: docs/training.md.
 FASTER = "trainer.precision=bf16-mixed: 10 to 15 % less time, other numbers"
@@ -80,8 +81,9 @@ def _next(folder: Path, facts: Mapping[str, Any], writes: bool) -> list[str]:
     """Return the commands to look at a run, and to use its model."""
     checkpoint = f"checkpoint={path_text(folder)}"
     commands = [typed("tensorboard", "--logdir", path_text(folder.parent))]
-    commands.append("# and open this address: TIME SERIES with one colour for all seeds of an arm")
-    commands.append(f"# {BOARD}")  # a comment, as a shell would take the address apart
+    commands.append("# and open this address: main charts on top, a colour for all seeds of an arm")
+    pinned = [tag for key, tag in PINNED.items() if facts[key] is not None]
+    commands.append(f"# {board(*pinned, 'train/loss')}")  # a comment, as a shell would take the address apart
     if len(list(folder.parent.glob("*/summary.json"))) > 1:
         commands.append(command("compare", path_text(folder.parent)))
     if writes:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from gsm import plots
 from gsm.analysis import interventions, overlap
-from gsm.analysis.attention import decoder_attention, decoder_layers, entries_back, selected_distances
+from gsm.analysis.attention import decoder_attention, decoder_layers, entries_back, selected_distances, sinks
 from gsm.analysis.state import state_facts
 from gsm.analysis.views import TAPS as VIEWED
 from gsm.analysis.views import shares, views
@@ -49,6 +49,7 @@ class Pictures(lightning.Callback):
       these few sequences; ``val/overlap/mean`` of the finished run, also in its summary, is measured on more;
     * ``val/state/norm``, ``val/state/effective_rank`` (``gsm.analysis.state``) and ``val/state/share/<way>``, the share
       of the state that comes by each way: scalars;
+    * ``val/sink/decoder<l>``: the weight of the attention sink in each decoder layer, the mean over heads: scalars;
     * ``val/without_state``, ``val/without_stage<s>``: the loss that is added, in nats per token of these sequences, if
       all entries of the state, or what a stage has retrieved, are zeros (``gsm.analysis.interventions``): scalars;
     * ``view/retrieval_distance/stage<s>``: histogram of the distance from a row to its selected entries, in tokens;
@@ -181,7 +182,9 @@ def scalars(model: GSM, seen: Recording) -> dict[str, float]:
     overlap, if a row sees more than K entries."""
     overlaps = overlap.overlaps_seen(model, seen) if overlap.selects_for_itself(model) else {}
     shared = {f"overlap_sample/stage{stage}": float(one_N.mean()) for stage, one_N in overlaps.items() if len(one_N)}
-    return {**state_facts(model, seen), **shares(model, seen), **shared}
+    weights = sinks(model, seen, [f"decoder/{layer}" for layer in decoder_layers(model)])
+    sunk = {f"sink/{name.replace('/', '')}": float(weight_H.mean()) for name, weight_H in weights.items()}
+    return {**state_facts(model, seen), **shares(model, seen), **sunk, **shared}
 
 
 def histograms(model: GSM, seen: Recording) -> Iterator[tuple[str, Tensor]]:

@@ -37,6 +37,7 @@ LAYOUT = {
         "loss added without the state (nats per token)": ["val/without_state$"],
         "effective rank of the state": ["val/state/effective_rank$"],
         "length of z": ["val/state/norm$"],
+        "weight of the sink by decoder layer": [r"val/sink/decoder\d+$"],
     },
     "stages": {
         "loss added without a stage (nats per token)": [r"val/without_stage\d+$"],
@@ -63,7 +64,7 @@ METRICS = (  # columns of the HPARAMS tab, in this order after the run's own fir
     "val/perplexity",
 )
 FIRST = ("arm", "seed", "parameters", "experiment", "steps")  # columns that TensorBoard 2.21 shows at first: five
-OF_ARMS = ("arm", "seed", "parameters")  # columns of an experiment with arms, before those in which they differ
+OF_ARMS = ("arm", "seed")  # columns of an experiment with arms, before those in which they differ
 COLUMNS = {  # columns of the HPARAMS tab: their path in the configuration; a missing value becomes "-"
     "experiment": "name",
     "arm": "arm",
