@@ -75,7 +75,7 @@ define evening_on_books
 $(BIN)/python train.py experiment=length size=nano name=length arm=transformer 'seeds=[1,2]' $(on_books)
 endef
 
-# What does not fit into an evening: about five hours, on books four more.
+# What does not fit into an evening: about seven hours, on books four more.
 define days
 $(BIN)/python train.py experiment=chain seeds=3
 $(BIN)/python train.py experiment=overlap seeds=3
@@ -104,7 +104,7 @@ define paper_page
 $(BIN)/python -m gsm.experiments.rows logs/paper.md logs=logs
 endef
 
-paper: $(STAMP)  ## the paper in miniature, an evening on two cores: logs/paper.md; goes on after Ctrl-C; ARGS=all: 5 hours more
+paper: $(STAMP)  ## the paper in miniature, an evening on two cores: logs/paper.md; goes on after Ctrl-C; ARGS=all: 7 hours more
 	test -e $(speed) || $(BIN)/python benchmark.py benchmark=paper $(if $(gpu),benchmark.size=1p5b,device=cpu benchmark.size=nano) output=$(speed)
 	$(evening)
 	$(paper_page)
