@@ -116,7 +116,11 @@ def shorter(line: str) -> list[str]:
     few += [f"name={experiment}", "seeds=1"] if experiment else []
     few += [fewer for word, fewer in FEWER.items() if word in words]
     if script == "train.py" and not words:
-        few = [word for word in few if word != NO_PICTURES] + ["arm=gsm"]  # the folder of the run without any of these
+        # The folder of the run without any of these, and steps that no other command has: it would rename the folder.
+        few = [word for word in few if word not in (NO_PICTURES, "trainer.max_steps=2")] + [
+            "arm=gsm",
+            "trainer.max_steps=1",
+        ]
     return [script, *words, *few]
 
 
