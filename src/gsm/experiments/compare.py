@@ -204,9 +204,9 @@ def write(
         ConfigError: no run has such a metric.
         OSError: a file cannot be written; the error names it.
     """
-    contents = read_contents(folders[0]) if len(folders) == 1 else {}  # several experiments may name one arm otherwise
-    labels = mapping(contents.get("labels"))
-    names = names_of([*(row.arm for row in table.rows), *mapping(contents.get("arms"))], labels)
+    told = read_contents(folders[0]) if len(folders) == 1 else {}  # several experiments may name one arm otherwise
+    labels = mapping(told.get("labels"))
+    names = names_of([*(row.arm for row in table.rows), *mapping(told.get("arms"))], labels)
     shown = table.labelled(names, labels)
     by_arm = {row.arm: [run for run in table.runs if run.arm == row.arm] for row in table.rows}
     curves = read_curves(by_arm, axis)
