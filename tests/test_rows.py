@@ -340,7 +340,7 @@ def test_arms_and_columns_have_the_labels_of_their_experiments_yaml(
     assert made.startswith("| arm | runs | bits | minus one stream |")
     assert "| one stream | 3 |" in made and "| mhc | 3 |" in made
     yaml.write_text("labels: {plain: one, mhc: one}\n")
-    with pytest.raises(ConfigError, match=r"^labels\.(plain|mhc) .* one "):
+    with pytest.raises(ConfigError, match="^labels .* one "):
         rows.table("residual bits_per_byte", tmp_path)
 
 

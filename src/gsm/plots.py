@@ -60,6 +60,7 @@ LABELS = {
     "state_bytes": "decoder's state (bytes)",
     "stream": "perplexity of running text",
     "stream/full": "perplexity of running text, all targets",
+    "text/bits_per_byte": "bits per byte of held-out text",
     "train/loss": "training loss (nats per token)",
     "train_seconds": "training time (s)",
     "tokens_per_second": "training speed (tokens/s)",

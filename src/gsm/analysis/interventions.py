@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -101,19 +102,20 @@ def without_stages(model: GSM, removed_BT: Tensor | None = None) -> Iterator[Non
 class Ablations(dict[str, Callable[[], AbstractContextManager[None]]]):
     """The result of ``ablations``; the KeyError for another name lists them."""
 
-    def __missing__(self, name: str):
+    def __missing__(self, name: str) -> NoReturn:
         raise KeyError(f"part must be one of {', '.join(self)}, got {name!r}")
 
 
 def ablations(model: GSM) -> Ablations:
-    """Return, by name, functions that remove a part at all positions: the state's entries, each stage, all stages.
+    """Return, by name, functions that remove a part at all positions: the state's entries, each stage, and all
+    stages of a model with several.
 
     Raises:
         ValueError: if the model is no GSM.
     """
     stages, ablated = _stages(model), Ablations({"state": partial(without_state, model)})
     ablated |= {f"stage {stage}": partial(without_stage, model, stage) for stage in stages}
-    if stages:
+    if len(stages) > 1:
         ablated["all stages"] = partial(without_stages, model)
     return ablated
 

@@ -201,7 +201,7 @@ def write(
         metric, axis, x, y: as in ``compare``.
 
     Raises:
-        ConfigError: no run has such a metric.
+        ConfigError: no run has such a metric, or two arms have one label.
         OSError: a file cannot be written; the error names it.
     """
     told = read_contents(folders[0]) if len(folders) == 1 else {}  # several experiments may name one arm otherwise

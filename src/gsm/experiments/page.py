@@ -89,7 +89,7 @@ class Report:
 
     def legend(self) -> list[str]:
         """Return a line on the names of arms that the command line takes, and one for each column."""
-        arms = "; ".join(f"{arm} is {name}" for arm, name in self.names.items() if arm != name)
+        arms = "; ".join(f"{arm} is {name}" for arm, name in self.names.items() if arm != name and " " not in arm)
         return [*([f"arms on the command line: {arms}"] if arms else []), *self.table.meanings()]
 
     def html(self) -> str:

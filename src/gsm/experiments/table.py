@@ -215,7 +215,7 @@ class Table:
         return [
             f"{column}: {text}{f'; {BETTER[column]} is better' if column in BETTER else ''}"
             for column, text in words.items()
-            if re.split(r"[\W_]+", text) != re.split(r"[\W_]+", column)
+            if re.findall(r"[^\W_]+", text) != re.findall(r"[^\W_]+", column)
         ]
 
     def csv(self) -> str:
@@ -379,7 +379,7 @@ def names_of(arms: Iterable[str], labels: Mapping[str, Any]) -> dict[str, str]:
         own, space, rest = arm.partition(" ")
         name = f"{labels.get(own, own)}{space}{rest}"
         if name in names.values():
-            raise ConfigError(f"labels.{own} must be the label of one arm, got {name} again")
+            raise ConfigError(f"labels must give each arm a name of its own, got {name} for two arms")
         names[arm] = name
     return names
 

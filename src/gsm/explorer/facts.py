@@ -31,7 +31,7 @@ from gsm.analysis.interventions import ablations
 from gsm.analysis.rollout import TAPS, state_routes
 from gsm.models.base import LanguageModel, Output
 from gsm.models.checks import IGNORED
-from gsm.models.gsm import GSM, check_gsm
+from gsm.models.gsm import GSM
 from gsm.observe import Recording, record
 from gsm.shapes import promoted
 
@@ -172,8 +172,8 @@ def check(model: LanguageModel, tokens: int | None = None, name: str = "") -> No
         tokens: length of the text; None: check only the model.
         name: name of the model in the message.
     """
-    check_gsm(model, name)
-    model = cast(GSM, model)
+    if not isinstance(model, GSM):
+        raise ValueError(f"model must be a GSM, got {name or type(model).__name__}; use evaluate.py for other models")
     if layers := with_recurrences(model):
         raise ValueError(
             "encoder_layer must be attention, because the page shows attention weights, got "

@@ -22,6 +22,7 @@ from gsm.paths import has, in_clone
 from gsm.provenance import multiplies_bfloat16, processor
 from gsm.tables import SCREEN, grid_lines
 from gsm.training.callbacks.progress import clock
+from gsm.training.callbacks.summary import VALIDATION
 
 if TYPE_CHECKING:
     from lightning import Trainer
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 BOARD = "http://localhost:6006/?" + urlencode(
     {"runColorGroup": r"regex:(.*)-seed\d*(.*)-", "smoothing": 0}, safe=":/()*"
 )
-
-PINNED = {"accuracy": "val/accuracy", "bits_per_byte": "val/bits_per_byte", "val_loss": "val/loss"}  # by key of summary
 
 # Of a step at size nano on one thread: docs/training.md.
 FASTER = "trainer.precision=bf16-mixed: 10 to 15 % less time, other numbers"
@@ -82,7 +81,7 @@ def _next(folder: Path, facts: Mapping[str, Any], writes: bool) -> list[str]:
     checkpoint = f"checkpoint={path_text(folder)}"
     commands = [typed("tensorboard", "--logdir", path_text(folder.parent))]
     commands.append("# and open this address: main charts on top, a colour for all seeds of an arm")
-    pinned = [tag for key, tag in PINNED.items() if facts[key] is not None]
+    pinned = [VALIDATION[key] for key in ("accuracy", "bits_per_byte", "val_loss") if facts[key] is not None]
     commands.append(f"# {board(*pinned, 'train/loss')}")  # a comment, as a shell would take the address apart
     if len(list(folder.parent.glob("*/summary.json"))) > 1:
         commands.append(command("compare", path_text(folder.parent)))
