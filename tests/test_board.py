@@ -59,7 +59,7 @@ def test_differences_are_of_seeds_that_both_have_at_steps_that_both_have():
 def test_the_tables_and_the_pictures_are_there_and_a_tab_of_charts(experiment: Path):
     compare(str(experiment))
     events = read(experiment / "comparison")
-    assert sorted(events.Tags()["images"]) == ["comparison/arms", "comparison/curves", "comparison/values"]
+    assert events.Tags()["images"] == ["comparison/arms", "comparison/curves", "comparison/values"]
     (text,) = events.Tensors("comparison/text_summary")
     assert b"| control | 3 | -0.7000 [-0.9484, -0.4516] |" in text.tensor_proto.string_val[0]
     for arm in ("paper", "control"):

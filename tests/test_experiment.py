@@ -168,7 +168,7 @@ def test_arms_and_seeds_can_be_picked(tmp_path: Path, given: list[str], names: l
         ({"arms": {"plain": ["seed=3"]}}, "", r"^arms\.plain .*seed=3"),
         ({"arms": {"plain": ["model.stages=[", "a"]}}, "", r"^arms\.plain .*model\.stages=\["),
         ({"arms": {}}, "", "^arms .*{}"),
-        ({"labels": {"mhc": "plain"}}, "", "^labels .* plain "),
+        ({"labels": {"mhc": "plain"}}, "", r"^labels\.mhc .* plain "),
         ({"labels": ["a"]}, "", r"^labels .*\['a'\]"),
     ],
 )

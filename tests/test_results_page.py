@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from records import write_trial
 from short_runs import folder_of
+from test_board import read
 from test_compare import experiment, write_run
 from test_experiment import ask, fake, toy
 from test_explorer import browser
@@ -86,7 +87,9 @@ def test_arms_and_columns_have_names_for_readers_there_and_keys_elsewhere(experi
     assert "GSM & state seed=0" in page.partition("What the arms differ in")[2]
     assert (experiment / "comparison.csv").read_text().startswith("arm,seed,accuracy,val_loss\npaper,0,0.9,")
     assert json.loads((experiment / "comparison.json").read_text())["arms"].keys() == {"paper", "control"}
-    assert list(experiment.glob("paper-seed-mean/events*")), "TensorBoard gives it the colour of the arm's runs"
+    assert "minus_paper/loss" in read(experiment / "control-seed-mean").Tags()["scalars"], (
+        "as TensorBoard's runs are called"
+    )
 
 
 def test_what_is_printed_has_the_names_of_the_commands(experiment: Path, capsys: pytest.CaptureFixture[str]):

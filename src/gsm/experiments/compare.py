@@ -221,7 +221,8 @@ def write(
         drawn |= _learning({name: _renamed(of, names) for name, of in learned.items()}, AXES[axis])
         drawn |= _panels(shown, named_runs)
         drawn |= states(named_runs, {name: _renamed(of, names) for name, of in curves.items()})
-        narrow |= _values(shown, named_runs, "arms", 1)  # TensorBoard shows pictures small, and this one first
+        if len(folders) == 1:
+            narrow |= _values(shown, named_runs, "arms", 1)  # TensorBoard shows pictures small, and this one first
         if x:
             figure, (axes,) = plots.figure(height=3.2, width=5.2)
             plots.against(axes, _renamed(points, names), *(labels.get(key) or plots.label(key) for key in (x, y)))

@@ -378,8 +378,9 @@ def names_of(arms: Iterable[str], labels: Mapping[str, Any]) -> dict[str, str]:
     for arm in dict.fromkeys(arms):
         own, space, rest = arm.partition(" ")
         name = f"{labels.get(own, own)}{space}{rest}"
-        if name in names.values():
-            raise ConfigError(f"labels must give each arm a name of its own, got {name} for two arms")
+        if twin := next((earlier for earlier, text in names.items() if text == name), None):
+            key = own if own in labels else twin.partition(" ")[0]
+            raise ConfigError(f"labels.{key} must be the label of one arm, got {name} again")
         names[arm] = name
     return names
 
