@@ -52,8 +52,6 @@ LAYOUT = {
     },
 }
 METRICS = (  # columns of the HPARAMS tab, in this order after the run's own first; the first five are shown at first
-    "val/bits_per_byte",
-    "val/accuracy",
     "val/loss",
     "val/without_state",
     "val/overlap/mean",
@@ -62,6 +60,8 @@ METRICS = (  # columns of the HPARAMS tab, in this order after the run's own fir
     "train/indexer_recall",
     "train/peak_memory_gib",
     "val/perplexity",
+    "val/bits_per_byte",  # first for text, as accuracy is for questions; the other one has an empty column
+    "val/accuracy",
 )
 FIRST = ("arm", "seed", "parameters", "experiment", "steps")  # columns that TensorBoard 2.21 shows at first: five
 OF_ARMS = ("arm", "seed")  # columns of an experiment with arms, before those in which they differ
