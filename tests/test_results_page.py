@@ -75,7 +75,8 @@ def test_every_number_of_the_tables_is_on_the_page_too(experiment: Path):
 
 
 def test_arms_and_columns_have_names_for_readers_there_and_keys_elsewhere(experiment: Path):
-    told = {"labels": {"paper": "GSM & state", "accuracy": "answers"}, "arms": {"paper": ["seed=0"], "control": []}}
+    labels = {"paper": "GSM & state", "accuracy": "answers", "idle": "never trained"}
+    told = {"labels": labels, "arms": {"paper": ["seed=0"], "control": [], "idle": ["seed=7"]}}
     (experiment / "experiment.json").write_text(json.dumps({**told, "table": ["accuracy", "val_loss"]}))
     compare(str(experiment))
     page, markdown = Page(experiment / "comparison.html").text, (experiment / "comparison.md").read_text()
@@ -84,6 +85,7 @@ def test_arms_and_columns_have_names_for_readers_there_and_keys_elsewhere(experi
     assert f"| arm | runs | answers | {loss} |\n" in markdown and "| GSM & state | 3 | 0.9000" in markdown
     for said in (page, markdown):
         assert "paper is GSM & state" in said and "val_loss: " in said, "as the command line has them"
+        assert "never trained" not in said and "seed=7" not in said, "an arm without a run"
     assert "GSM & state seed=0" in page.partition("What the arms differ in")[2]
     assert (experiment / "comparison.csv").read_text().startswith("arm,seed,accuracy,val_loss\npaper,0,0.9,")
     assert json.loads((experiment / "comparison.json").read_text())["arms"].keys() == {"paper", "control"}

@@ -89,7 +89,8 @@ class Report:
 
     def legend(self) -> list[str]:
         """Return a line on the names of arms that the command line takes, and one for each column."""
-        arms = "; ".join(f"{arm} is {name}" for arm, name in self.names.items() if arm != name and " " not in arm)
+        named = ((arm, name) for arm, name in self.names.items() if arm in self._trained)
+        arms = "; ".join(f"{arm} is {name}" for arm, name in named if arm != name and " " not in arm)
         return [*([f"arms on the command line: {arms}"] if arms else []), *self.table.meanings()]
 
     def html(self) -> str:
@@ -131,8 +132,13 @@ class Report:
         """The first finished run of every arm in the table."""
         return [next(run for run in self.table.runs if run.arm == row.arm) for row in self.table.rows if row.runs]
 
+    @property
+    def _trained(self) -> set[str]:
+        """The arms that have a run, by their names on the command line."""
+        return {run.arm for run in self.runs}
+
     def _arms(self) -> list[tuple[str, str]]:
-        """Return the overrides of each arm in the experiment's last command."""
+        """Return the overrides of each arm that has a run, as in the experiment's last command."""
         described = [(folder, read_contents(folder)) for folder in self.folders]
         return [
             (
@@ -141,7 +147,7 @@ class Report:
             )
             for folder, contents in described
             for arm, overrides in mapping(contents.get("arms")).items()
-            if isinstance(overrides, list)
+            if arm in self._trained and isinstance(overrides, list)
         ]
 
     def _differences(self) -> Grid:
