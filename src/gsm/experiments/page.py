@@ -132,7 +132,7 @@ class Report:
         """The first finished run of every arm in the table."""
         return [next(run for run in self.table.runs if run.arm == row.arm) for row in self.table.rows if row.runs]
 
-    @property
+    @cached_property
     def _trained(self) -> set[str]:
         """The arms that have a run, by their names on the command line."""
         return {run.arm for run in self.runs}
